@@ -1,0 +1,1 @@
+"""The commands: flags and configs become objects here and nowhere else."""

@@ -1,0 +1,151 @@
+"""What commands share: one line for bad input, and models from wherever they lie."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jax_grpo import checkpoint
+from jax_grpo.models import hf
+from jax_grpo.models.config import LlamaConfig
+from jax_grpo.models.llama import param_axes, param_shapes
+from jax_grpo.sharding import param_shardings
+
+MODEL_DIRECTORY = "model"  # in a workdir: config and tokenizer, without weights
+
+
+class BadInput(Exception):
+    """What the user gave cannot be used; the message is the one line that says why."""
+
+
+@contextlib.contextmanager
+def refusing_bad_input(
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, flags.Error),
+) -> Iterator[None]:
+    """Turns the errors by which our functions refuse their input into `BadInput`."""
+    try:
+        yield
+    except kinds as error:
+        raise BadInput(" ".join(str(error).split())) from error
+
+
+def configure(
+    function: Callable[..., Any], section: Mapping[str, Any], path: str, **given: Any
+) -> Any:
+    """Calls a function with a section of a config: its signature is the schema.
+
+    Args:
+      function: takes the section's keys as keyword arguments.
+      section: keys and values; a value of None was never given.
+      path: the section's name in the config, for messages.
+      **given: what does not come from the section.
+
+    Raises:
+      BadInput: for a key that the function does not take, or one that is missing.
+    """
+    parameters = inspect.signature(function).parameters
+    keys = {name: value for name, value in section.items() if value is not None}
+    valid = [n for n, p in parameters.items() if n not in given and p.kind is not p.VAR_KEYWORD]
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for key in keys:
+        if key not in valid and not anything:
+            raise BadInput(f"config.{path}: no key {key!r}; valid keys: {', '.join(valid)}")
+    for name in valid:
+        if parameters[name].default is inspect.Parameter.empty and name not in keys:
+            raise BadInput(f"config.{path}: {name} is missing")
+    try:
+        return function(**keys, **given)
+    except (ValueError, OSError) as error:
+        raise BadInput(f"config.{path}: {' '.join(str(error).split())}") from error
+
+
+def compute_dtype(name: str) -> DTypeLike:
+    """The dtype of that name; `auto` is float32 on CPU and bfloat16 elsewhere.
+
+    Raises:
+      ValueError: for another name.
+    """
+    if name == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype {name!r} is not one of: auto, float32, bfloat16")
+    return jnp.dtype(name)
+
+
+def load(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> hf.Loaded:
+    """Loads a model from a workdir, a Hugging Face directory or hub id, or a GGUF file.
+
+    Args:
+      model: which.
+      mesh: each parameter is read straight into its shards on it.
+      dtype: of the parameters.
+
+    Raises:
+      ValueError, OSError: when it is not there or does not fit.
+    """
+
+    def shardings(config: LlamaConfig) -> Any:
+        return param_shardings(param_axes(config), param_shapes(config), mesh, "training")
+
+    if (Path(model) / MODEL_DIRECTORY).is_dir():
+        return _load_workdir(Path(model), shardings, dtype)
+    return hf.load_model(model, dtype, shardings)
+
+
+def _load_workdir(
+    workdir: Path, shardings: Callable[[LlamaConfig], Any], dtype: DTypeLike
+) -> hf.Loaded:
+    """The newest parameters of a run."""
+    config, tokenizer, end_ids = hf.read_metadata(workdir / MODEL_DIRECTORY)
+    shapes = param_shapes(config)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings(config)
+    )
+    stages = json.loads((workdir / "config.json").read_text())["stages"]
+    for stage in reversed(stages):
+        directory = workdir / "checkpoints" / stage
+        if not directory.is_dir():
+            continue
+        manager = checkpoint.open_checkpoints(directory, every=1)
+        restored = checkpoint.restore_params(manager, abstract)
+        checkpoint.close(manager)
+        if restored is not None:
+            params = jax.tree.map(lambda x: x.astype(dtype), restored[1])
+            return hf.Loaded(config, params, tokenizer, end_ids)
+    raise ValueError(f"{os.fspath(workdir)}: this run has no checkpoint yet")
+
+
+def pad_to_multiple(count: int, multiple: int) -> int:
+    """The least multiple that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+def write_lines(path: str, lines: Iterable[Mapping[str, Any]]) -> int:
+    """Writes JSON lines beside the file and renames at the end: all of them, or none.
+
+    Returns:
+      How many.
+    """
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.partial")
+    count = 0
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                count += 1
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+    return count

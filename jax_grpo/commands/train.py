@@ -1,0 +1,496 @@
+"""Runs the stages of a config, or goes on with them.
+
+    python -m jax_grpo train --config=configs/NAME.py [--workdir=DIR] [--config.a.b=value]
+
+Without `--workdir` a fresh dated directory under `runs/` is made. The same command again goes on
+where the run was; for one that is finished it prints the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import ConfigDict, config_flags
+
+from jax_grpo import algorithms
+from jax_grpo.commands.common import (
+    MODEL_DIRECTORY,
+    BadInput,
+    compute_dtype,
+    configure,
+    load,
+    refusing_bad_input,
+)
+from jax_grpo.data import (
+    Demonstrations,
+    Prompts,
+    encode_demonstrations,
+    encode_prompts,
+    load_rows,
+)
+from jax_grpo.data import num_steps as steps_of_epochs
+from jax_grpo.evaluate import Verifiers
+from jax_grpo.models import hf
+from jax_grpo.models.config import PRESETS
+from jax_grpo.models.llama import init_params, param_axes, param_shapes
+from jax_grpo.optimizer import make_optimizer
+from jax_grpo.rewards.naming import import_object, resolve
+from jax_grpo.sampling import Truncation
+from jax_grpo.sharding import batch_shards, make_mesh, param_shardings
+from jax_grpo.stages import Evaluation, Model, Sampling, Stage
+from jax_grpo.train import Diverged, train
+from jax_grpo.types import Algorithm, Params
+
+NO_STAGE = ("seed", "dtype", "model", "mesh", "stages", "evaluation")
+HARMLESS = ("log_every",)  # keys that may differ from those that the run began with
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of this command."""
+    config_flags.DEFINE_config_file(
+        "config", None, "The recipe.", lock_config=True, flag_values=values
+    )
+    flags.DEFINE_string("workdir", None, "Where everything goes.", flag_values=values)
+
+
+def run(values: flags.FlagValues) -> int:
+    """Trains; returns the exit code."""
+    config = read_config(values)
+    workdir = Path(values.workdir) if values.workdir else _fresh_directory()
+    with refusing_bad_input():
+        if "://" in str(workdir):
+            raise ValueError(f"--workdir is a local directory, not {workdir}")
+        _claim(workdir, config)
+    print(f"workdir {workdir}", file=sys.stderr)
+    summary_file = workdir / "summary.json"
+    if summary_file.exists():
+        summary = json.loads(summary_file.read_text())
+        if all(name in summary["stages"] for name in config["stages"]):
+            print(table(summary) + f"\nfiles: {workdir}")
+            return 0
+    model, initial, stages, evaluation = build(config)
+    with refusing_bad_input():
+        hf.save_metadata(workdir / MODEL_DIRECTORY, model.config, model.tokenizer, model.end_ids)
+    try:
+        summary = train(model, initial, stages, evaluation, workdir)
+    except Diverged as error:
+        print(f"jax_grpo train: {error}", file=sys.stderr)
+        return 1
+    if jax.process_index() == 0:
+        print(table(summary) + f"\nfiles: {workdir}")
+    return 0
+
+
+# ------------------------------------------------------------------------------ from the config
+
+
+def read_config(values: flags.FlagValues) -> dict[str, Any]:
+    """The config as plain dicts, placeholders that were not filled as None.
+
+    Raises:
+      BadInput: without a config, or for one that cannot be read.
+    """
+    with refusing_bad_input():
+        if values["config"].value is None:
+            raise ValueError("--config=configs/NAME.py is missing")
+        config: ConfigDict = values.config
+    plain = config.to_dict()
+    stages = plain.get("stages", ())
+    for key in ("seed", "model", "stages"):
+        if key not in plain:
+            raise BadInput(f"config: {key} is missing")
+    for name in stages:
+        if name not in plain:
+            raise BadInput(f"config.stages names {name!r}, but there is no section config.{name}")
+    if len(set(stages)) != len(stages) or not stages:
+        raise BadInput(f"config.stages must name at least one stage, each once; got {stages}")
+    # A recipe may hold sections of stages that a flag left out, so these are not unknown keys.
+    return plain
+
+
+Built = tuple[Model, Any, list[Stage], Evaluation | None]
+
+
+def build(config: Mapping[str, Any]) -> Built:
+    """Makes all objects of a run: everything that can be refused is refused here.
+
+    Returns:
+      The model, a function that makes or loads its first parameters, the stages and evaluation.
+    """
+    mesh = configure(make_mesh, config.get("mesh", {}), "mesh")
+    with refusing_bad_input():
+        dtype = compute_dtype(config.get("dtype") or "auto")
+    seed = config["seed"]
+    model, initial = configure(
+        build_model, config["model"], "model", mesh=mesh, dtype=dtype, seed=seed
+    )
+    evaluation = None
+    if config.get("evaluation"):
+        evaluation = configure(build_evaluation, config["evaluation"], "evaluation", model=model)
+    stages = [
+        configure(build_stage, config[name], name, name=name, number=number, seed=seed, model=model)
+        for number, name in enumerate(config["stages"])
+    ]
+    return model, initial, stages, evaluation
+
+
+def build_model(
+    path: str = "",
+    preset: str = "",
+    tokenizer: str = "",
+    *,
+    mesh: Mesh,
+    dtype: Any,
+    seed: int,
+) -> tuple[Model, Any]:
+    """A model from files, or a fresh one.
+
+    Args:
+      path: a Hugging Face directory or hub id, a GGUF file, or a workdir.
+      preset: instead of a path, the shape of a model to initialise.
+      tokenizer: for a preset, dotted path of a function that makes the tokenizer; the
+        vocabulary is as large as its.
+      mesh: where the model lives.
+      dtype: compute dtype.
+      seed: of the initialisation.
+    """
+    if bool(path) == bool(preset):
+        raise ValueError("give one of path and preset")
+    if path:
+        loaded = load(path, mesh)
+        model = Model(loaded.config, loaded.tokenizer, loaded.end_ids, mesh, dtype)
+        kept = [loaded.params]
+        del loaded
+        return model, kept.pop  # handed over, so that the loop alone holds them
+    if preset not in PRESETS:
+        raise ValueError(f"preset {preset!r} is not one of: {', '.join(PRESETS)}")
+    if not tokenizer:
+        raise ValueError("a preset needs a tokenizer")
+    made = import_object(tokenizer)()
+    shape = dataclasses.replace(PRESETS[preset], vocab_size=len(made))
+    shardings = param_shardings(param_axes(shape), param_shapes(shape), mesh, "training")
+
+    def initial() -> Params:
+        make = jax.jit(lambda key: init_params(shape, key), out_shardings=shardings)
+        return make(jax.random.key(seed))
+
+    return Model(shape, made, (made.eos_token_id,), mesh, dtype), initial
+
+
+def build_verifiers(section: Mapping[str, Mapping[str, Any]]) -> Verifiers:
+    """Reward functions from a section: for each name its settings.
+
+    `function` is a short name, a dotted path or `file.py:name` (the section's name if left out),
+    `weight` its weight in the total reward; the rest are keyword arguments of the function.
+    """
+    functions, weights = [], []
+    for name, settings in section.items():
+        rest = {k: v for k, v in settings.items() if k not in ("function", "weight")}
+        functions.append(resolve(settings.get("function", name), **rest))
+        weights.append(float(settings.get("weight", 1.0)))
+    if not functions:
+        raise ValueError("at least one reward is needed")
+    return Verifiers(tuple(functions), tuple(section), tuple(weights))
+
+
+def build_sampling(
+    total_steps: int,
+    completion_length: int,
+    *,
+    num_generations: int = 8,
+    max_new_tokens: int = 0,
+    temperature: float = 1.0,
+    final_temperature: float | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Sampling:
+    """How completions are drawn.
+
+    Args:
+      total_steps: of the stage.
+      completion_length: C, the size of the buffers.
+      num_generations: G.
+      max_new_tokens: limit on completion tokens; 0 is C.
+      temperature: at the first step.
+      final_temperature: at the last step, if it changes on the way (linearly).
+      top_k: see `Truncation`, as the two below.
+      top_p: nucleus.
+      min_p: relative to the most likely token.
+    """
+    final = temperature if final_temperature is None else final_temperature
+    if min(temperature, final) <= 0:
+        raise ValueError("temperatures must be more than 0")
+    limit = max_new_tokens or completion_length
+    if not 0 < limit <= completion_length:
+        raise ValueError(f"max_new_tokens must be 1 to max_completion_length, {completion_length}")
+    schedule = optax.linear_schedule(temperature, final, max(1, total_steps - 1))
+    return Sampling(num_generations, limit, schedule, Truncation(top_k, top_p, min_p))
+
+
+def build_algorithm(name: str, **settings: Any) -> Algorithm:
+    """The algorithm of that name: a constructor in algorithms.py."""
+    constructors = {
+        n: f
+        for n, f in vars(algorithms).items()
+        if inspect.isfunction(f) and inspect.signature(f).return_annotation == "Algorithm"
+    }
+    if name not in constructors:
+        raise ValueError(f"algorithm {name!r} is not one of: {', '.join(sorted(constructors))}")
+    return configure(constructors[name], settings, f"{name}'s algorithm")
+
+
+def load_data(
+    section: Mapping[str, Any],
+    model: Model,
+    prompt_length: int,
+    completion_length: int,
+    limit: int = 0,
+) -> tuple[Prompts, Demonstrations | None]:
+    """Rows of a data section, encoded as prompts, and as demonstrations where they hold one."""
+    given = {k: v for k, v in section.items() if v is not None}
+    encoding = {k: given.pop(k) for k in ("chat", "system", "template") if k in given}
+    rows = load_rows(**given, columns=("prompt",))
+    rows = rows[: limit or None]
+    if completion_length and "completion" in rows[0]:
+        demonstrations = encode_demonstrations(
+            rows, model.tokenizer, model.end_ids[-1], prompt_length, completion_length, **encoding
+        )
+        return Prompts([], [], [], 0), demonstrations
+    return encode_prompts(rows, model.tokenizer, prompt_length, **encoding), None
+
+
+def build_evaluation(
+    *,
+    model: Model,
+    data: Mapping[str, Any],
+    rewards: Mapping[str, Mapping[str, Any]],
+    measures: Mapping[str, str],
+    max_prompt_length: int,
+    max_new_tokens: int,
+    num_prompts: int = 0,
+    batch: int = 64,
+) -> Evaluation:
+    """What is measured when a stage ends.
+
+    Args:
+      model: the model.
+      data: held-out rows, as a stage's `data`.
+      rewards: as a stage's.
+      measures: by name, the reward that decides it: the share of completions above 0.
+      max_prompt_length: L.
+      max_new_tokens: limit on completion tokens.
+      num_prompts: how many rows; 0 is all.
+      batch: prompts at a time, rounded up to what the mesh divides.
+    """
+    verifiers = build_verifiers(rewards)
+    for measure, name in measures.items():
+        if name not in verifiers.names:
+            raise ValueError(
+                f"measures.{measure} names the reward {name!r}, which is not one of: "
+                f"{', '.join(verifiers.names)}"
+            )
+    _check_context(model, max_prompt_length, max_new_tokens)
+    prompts, _ = load_data(data, model, max_prompt_length, 0, num_prompts)
+    shards = batch_shards(model.mesh)
+    batch = -(-min(batch, len(prompts.rows)) // shards) * shards
+    return Evaluation(prompts, verifiers, measures, batch, max_prompt_length, max_new_tokens)
+
+
+def build_stage(
+    *,
+    name: str,
+    number: int,
+    seed: int,
+    model: Model,
+    algorithm: Mapping[str, Any],
+    data: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    prompts_per_step: int,
+    max_prompt_length: int,
+    max_completion_length: int,
+    num_steps: int = 0,
+    num_epochs: float = 0.0,
+    sampling: Mapping[str, Any] | None = None,
+    rewards: Mapping[str, Mapping[str, Any]] | None = None,
+    passes: int = 1,
+    minibatches: int = 1,
+    micro_batches: int = 1,
+    remat: str = "full",
+    logits_chunk: int = 64,
+    max_skipped: int = 0,
+    checkpoint_every: int = 100,
+    keep_checkpoints: int = 2,
+    log_every: int = 10,
+) -> Stage:
+    """One stage of a recipe.
+
+    Args:
+      name: of its section.
+      number: its place in the recipe.
+      seed: of the run.
+      model: the model.
+      algorithm: `name`, and the arguments of that constructor in algorithms.py.
+      data: `path` or `source` of rows, and `chat`, `system`, `template`; see data.py.
+      optimizer: arguments of `make_optimizer`, without `total_steps`.
+      prompts_per_step: P, over all devices.
+      max_prompt_length: L; a longer prompt is dropped.
+      max_completion_length: C.
+      num_steps: rollouts (or batches of demonstrations); or give `num_epochs`.
+      num_epochs: passes over the data.
+      sampling: arguments of `build_sampling`, for an algorithm that samples.
+      rewards: for each reward its settings, see `build_verifiers`.
+      passes: over one rollout.
+      minibatches: optimizer steps in a pass, each on a slice of P.
+      micro_batches: slices of a minibatch whose gradients are accumulated.
+      remat: what the backward pass recomputes: `none`, `dots` or `full`.
+      logits_chunk: completion positions whose logits exist at once; 0 is all.
+      max_skipped: updates that may be skipped because they are not finite.
+      checkpoint_every: steps between checkpoints.
+      keep_checkpoints: how many of the newest to keep.
+      log_every: steps between lines, where there is no progress bar.
+    """
+    made = build_algorithm(**algorithm)
+    _check_context(model, max_prompt_length, max_completion_length)
+    _check_batch(model.mesh, prompts_per_step, minibatches, micro_batches)
+    prompts, demonstrations = load_data(
+        data, model, max_prompt_length, max_completion_length if made.source == "dataset" else 0
+    )
+    rows = demonstrations or prompts
+    if made.source == "dataset" and demonstrations is None:
+        raise ValueError(f"algorithm {algorithm['name']} needs rows with a 'completion'")
+    if (num_steps > 0) == (num_epochs > 0):
+        raise ValueError("give one of num_steps and num_epochs")
+    steps = num_steps or steps_of_epochs(len(rows.rows), prompts_per_step, num_epochs)
+    total = steps * passes * minibatches
+    transform, schedule = configure(
+        make_optimizer, optimizer, f"{name}.optimizer", total_steps=total
+    )
+    draws = verifiers = None
+    if made.source == "policy":
+        draws = configure(
+            build_sampling,
+            sampling or {},
+            f"{name}.sampling",
+            total_steps=steps,
+            completion_length=max_completion_length,
+        )
+        if draws.num_generations < 2:
+            raise ValueError("sampling.num_generations must be 2 or more: a group of 1 is constant")
+        verifiers = build_verifiers(rewards or {})
+    return Stage(
+        name=name,
+        number=number,
+        seed=seed,
+        algorithm=made,
+        optimizer=transform,
+        learning_rate=schedule,
+        data=rows,
+        num_steps=steps,
+        prompts_per_step=prompts_per_step,
+        prompt_length=max_prompt_length,
+        completion_length=max_completion_length,
+        sampling=draws,
+        verifiers=verifiers,
+        passes=passes,
+        minibatches=minibatches,
+        micro_batches=micro_batches,
+        remat=remat,
+        logits_chunk=logits_chunk,
+        max_skipped=max_skipped,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        log_every=log_every,
+    )
+
+
+def _check_context(model: Model, prompt: int, completion: int) -> None:
+    context = model.config.max_position_embeddings
+    if prompt + completion > context:
+        raise ValueError(
+            f"a prompt of {prompt} and a completion of {completion} tokens exceed the model's "
+            f"context of {context}"
+        )
+
+
+def _check_batch(mesh: Mesh, prompts: int, minibatches: int, micro_batches: int) -> None:
+    shards = batch_shards(mesh)
+    if prompts < 1 or prompts % (shards * minibatches * micro_batches):
+        raise ValueError(
+            f"prompts_per_step is {prompts}: it must divide by data x fsdp ({shards}) x "
+            f"minibatches ({minibatches}) x micro_batches ({micro_batches})"
+        )
+
+
+# ------------------------------------------------------------------------------------ the workdir
+
+
+def _fresh_directory() -> Path:
+    """A dated directory under runs/ that is not there yet."""
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    names = (f"{stamp}{suffix}" for suffix in ("", *(f"_{i}" for i in range(2, 1000))))
+    return next(path for name in names if not (path := Path("runs") / name).exists())
+
+
+def _claim(workdir: Path, config: Mapping[str, Any]) -> None:
+    """Makes the workdir and writes the config there, or checks that it is the one of this run.
+
+    Raises:
+      ValueError: when the directory belongs to another run, with the differences.
+    """
+    mine = json.loads(json.dumps(config, default=str))
+    file = workdir / "config.json"
+    if not file.exists():
+        if workdir.exists() and any(workdir.iterdir()):
+            raise ValueError(f"{workdir} is not empty and not a run's workdir (no config.json)")
+        workdir.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            file.write_text(json.dumps(mine, indent=2) + "\n")
+        return
+    theirs, mine = _flat(json.loads(file.read_text())), _flat(mine)
+    differ = [
+        f"{key} was {theirs.get(key, 'not there')}, is {mine.get(key, 'not there')}"
+        for key in sorted(theirs.keys() | mine.keys())
+        if theirs.get(key) != mine.get(key) and key.split(".")[-1] not in HARMLESS
+    ]
+    if differ:
+        raise ValueError(f"{workdir} holds a run with another config: {'; '.join(differ)}")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """A run's summary as a small table."""
+    rows = {"before": summary.get("before") or {}, **summary["stages"]}
+    columns = [c for c in next(iter(rows.values())) if c != "seconds"] + ["seconds"]
+    width = max(12, *(len(name) for name in rows))
+    lines = ["".join([" " * width, *(f"{c:>{len(c) + 3}}" for c in columns)])]
+    for name, values in rows.items():
+        cells = []
+        for column in columns:
+            value = values.get(column)
+            digits = 1 if column.startswith("mean_length") or column == "seconds" else 3
+            text = "" if value is None else f"{value:.{digits}f}"
+            cells.append(f"{text:>{len(column) + 3}}")
+        label = name if name == "before" else f"after {name}"
+        lines.append(f"{label:<{width}}" + "".join(cells))
+    return "\n".join(lines)
