@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.stages = ("grpo",)
     config.grpo = {
         "algorithm": {"name": "grpo", "kl_weight": 0.04},
-        "data": {"path": config_dict.required_placeholder(str), "chat": True},
+        "data": {"path": config_dict.placeholder(str), "chat": True},
         "rewards": {"correctness": {"reward": 2.0}, "thinking": {"reward": 1.0}},
         "sampling": {"num_generations": 8, "temperature": 1.0},
         "optimizer": {"learning_rate": 1e-6},

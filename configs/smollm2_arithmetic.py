@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.grpo = {
         "algorithm": {"name": "grpo", "kl_weight": 0.04},
         "data": {
-            "path": config_dict.required_placeholder(str),
+            "path": config_dict.placeholder(str),
             "chat": True,
             "template": TEMPLATE,
         },

@@ -45,14 +45,16 @@ def main(argv: Sequence[str]) -> int:
     command = importlib.import_module(f"jax_grpo.commands.{name}")
     from jax_grpo.commands.common import BadInput, refusing_bad_input
 
+    line = [f"jax_grpo {name}", *argv[2:]]
     values = flags.FlagValues()
-    command.define_flags(values)
     try:
+        with refusing_bad_input():
+            command.define_flags(values, line)
         if any(arg in ("-h", "--help") for arg in argv[2:]):
             print(f"{command.__doc__}\n{values.main_module_help() or values.get_help()}")
             return 0
         with refusing_bad_input():
-            rest = values([f"jax_grpo {name}", *argv[2:]])
+            rest = values(line)
             if rest[1:]:
                 raise ValueError(f"not a flag: {' '.join(rest[1:])} (flags are --name=value)")
         return command.run(values)

@@ -102,7 +102,7 @@ def make_update(
         else:
             ((means, grads), gap), _ = jax.lax.scan(body, start, split(batch, micro_batches))
 
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -120,7 +120,9 @@ def total_weights(algorithm: Algorithm, experience: Experience) -> Metrics:
     A weight may not depend on `Outputs`, so zeros stand for them and the sums are never computed.
     """
     zeros = jnp.zeros_like(experience.behavior_logps)
-    terms = algorithm.loss(Outputs(zeros, zeros, zeros), experience)
+    entropy = zeros if algorithm.needs_entropy else None
+    values = zeros if algorithm.needs_critic else None
+    terms = algorithm.loss(Outputs(zeros, entropy, values), experience)
     weights = {name: term.weight for name, term in terms.items()}
     weights[GAP_MEAN] = jnp.sum(experience.mask)
     return {name: jnp.maximum(weight, 1.0) for name, weight in weights.items()}

@@ -6,9 +6,10 @@ import contextlib
 import inspect
 import json
 import os
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,8 @@ def configure(
       **given: what does not come from the section.
 
     Raises:
-      BadInput: for a key that the function does not take, or one that is missing.
+      BadInput: for a key that the function does not take, a value of another type than it is
+        annotated with, or a key that is missing.
     """
     parameters = inspect.signature(function).parameters
     keys = {name: value for name, value in section.items() if value is not None}
@@ -65,9 +67,41 @@ def configure(
         if parameters[name].default is inspect.Parameter.empty and name not in keys:
             raise BadInput(f"config.{path}: {name} is missing")
     try:
+        check_types(function, keys)
         return function(**keys, **given)
     except (ValueError, OSError) as error:
         raise BadInput(f"config.{path}: {' '.join(str(error).split())}") from error
+
+
+def check_types(function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Refuses a setting of another type than the function's parameter is annotated with.
+
+    Raises:
+      ValueError: with the setting's name.
+    """
+    parameters = inspect.signature(function).parameters
+    for name, value in settings.items():
+        hint = parameters[name].annotation if name in parameters else Any
+        try:
+            meant = eval(hint, function.__globals__) if isinstance(hint, str) else hint
+        except (AttributeError, NameError):  # a name for type checkers only
+            continue
+        if meant is not inspect.Parameter.empty and not _is_a(value, meant):
+            raise ValueError(f"{name} is {value!r}, which is no {getattr(hint, '__name__', hint)}")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value of a config is what an annotation says; a whole number is a float, too."""
+    if isinstance(hint, types.UnionType):
+        return any(_is_a(value, part) for part in get_args(hint))
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    kind = get_origin(hint) or hint
+    if kind is Any:
+        return True
+    if kind is Literal:  # which it is, the function says
+        return isinstance(value, str)
+    return not isinstance(kind, type) or isinstance(value, kind)
 
 
 def compute_dtype(name: str) -> DTypeLike:
@@ -129,6 +163,16 @@ def _load_workdir(
 def pad_to_multiple(count: int, multiple: int) -> int:
     """The least multiple that is at least `count`."""
     return -(-count // multiple) * multiple
+
+
+def check_out(path: str) -> None:
+    """Refuses an output file that cannot be written, before there is anything to write.
+
+    Raises:
+      ValueError: when it is a directory, or in none.
+    """
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise ValueError(f"--out={path} is not a file in a directory that is there")
 
 
 def write_lines(path: str, lines: Iterable[Mapping[str, Any]]) -> int:

@@ -6,6 +6,7 @@ python -m jax_grpo export --model=WORKDIR --out=DIR [--dtype=bfloat16]
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from absl import flags
@@ -15,8 +16,9 @@ from jax_grpo.models import hf
 from jax_grpo.sharding import make_mesh
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags of this command."""
+def define_flags(values: flags.FlagValues, line: Sequence[str]) -> None:
+    """Defines the flags of this command; they are the same for every command line."""
+    del line
     flags.DEFINE_string(
         "model", None, "A workdir, a Hugging Face directory or a GGUF file.", flag_values=values
     )

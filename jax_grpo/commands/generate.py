@@ -11,8 +11,9 @@ the end token; logps are of the full softmax at the temperature (1 when greedy).
 from __future__ import annotations
 
 import functools
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import numpy as np
 from absl import flags
 
 from jax_grpo.commands.common import (
+    check_out,
     compute_dtype,
     load,
     pad_to_multiple,
@@ -36,8 +38,9 @@ from jax_grpo.sharding import batch_shards, make_mesh, param_shardings, put_batc
 GENERATION = 2  # the purpose, as a part of sampling keys; train has 0 and 1
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags of this command."""
+def define_flags(values: flags.FlagValues, line: Sequence[str]) -> None:
+    """Defines the flags of this command; they are the same for every command line."""
+    del line
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     whole = functools.partial(flags.DEFINE_integer, flag_values=values)
     real = functools.partial(flags.DEFINE_float, flag_values=values)
@@ -64,7 +67,8 @@ def define_flags(values: flags.FlagValues) -> None:
 def run(values: flags.FlagValues) -> int:
     """Generates; returns the exit code."""
     with refusing_bad_input():
-        if values.temperature <= 0:
+        check_out(values.out)
+        if not 0 < values.temperature < math.inf:
             raise ValueError(f"--temperature is {values.temperature}: above 0, or use --greedy")
         truncation = Truncation(values.top_k, values.top_p, values.min_p)
         mesh = make_mesh(data=-1, fsdp=1, tensor=values.tensor)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 from absl import flags
 
 from jax_grpo.commands.common import (
+    check_out,
     compute_dtype,
     load,
     pad_to_multiple,
@@ -32,8 +34,9 @@ from jax_grpo.sharding import batch_shards, make_mesh, put_batch
 Row = dict[str, Any]
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags of this command."""
+def define_flags(values: flags.FlagValues, line: Sequence[str]) -> None:
+    """Defines the flags of this command; they are the same for every command line."""
+    del line
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     whole = functools.partial(flags.DEFINE_integer, flag_values=values)
     text("model", None, "A Hugging Face directory or hub id, a GGUF file, or a workdir.")
@@ -50,7 +53,8 @@ def define_flags(values: flags.FlagValues) -> None:
 def run(values: flags.FlagValues) -> int:
     """Scores; returns the exit code."""
     with refusing_bad_input():
-        if values.temperature <= 0:
+        check_out(values.out)
+        if not 0 < values.temperature < math.inf:
             raise ValueError(f"--temperature is {values.temperature}: it must be above 0")
         mesh = make_mesh(data=-1, fsdp=1, tensor=values.tensor)
         dtype = compute_dtype(values.dtype)
@@ -63,7 +67,7 @@ def run(values: flags.FlagValues) -> int:
     groups = [list(group) for _, group in same]
     prompts = Prompts([group[0]["prompt_ids"] for group in groups], [], [], 0)
     L = max(len(ids) for ids in prompts.token_ids)
-    C = max(len(row["token_ids"]) for row in rows)
+    C = max(1, *(len(row["token_ids"]) for row in rows))
     G = max(len(group) for group in groups)
     size = pad_to_multiple(min(values.batch, len(groups)), batch_shards(mesh))
     scorer = jax.jit(functools.partial(score, model.config, chunk=16))
@@ -104,5 +108,7 @@ def _check(rows: list[Row], vocab_size: int, context: int) -> None:
             raise ValueError(f"line {number}: prompt_ids are empty")
         if len(row["prompt_ids"]) + len(row["token_ids"]) > context:
             raise ValueError(f"line {number}: longer than the model's context of {context}")
-        if "logps" in row and len(row["logps"]) != len(row["token_ids"]):
-            raise ValueError(f"line {number}: {len(row['logps'])} logps, not one for each token")
+        logps = row.get("logps", [0.0] * len(row["token_ids"]))
+        numbers = isinstance(logps, list) and all(type(x) in (int, float) for x in logps)
+        if not numbers or len(logps) != len(row["token_ids"]):
+            raise ValueError(f"line {number}: logps are not one number for each of token_ids")

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import inspect
 import json
+import re
+import runpy
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,12 @@ import jax
 import optax
 from absl import flags
 from jax.sharding import Mesh
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict, config_dict, config_flags
 
 from jax_grpo import algorithms
 from jax_grpo.commands.common import (
     MODEL_DIRECTORY,
-    BadInput,
+    check_types,
     compute_dtype,
     configure,
     load,
@@ -45,6 +49,7 @@ from jax_grpo.models import hf
 from jax_grpo.models.config import PRESETS
 from jax_grpo.models.llama import init_params, param_axes, param_shapes
 from jax_grpo.optimizer import make_optimizer
+from jax_grpo.rewards.contract import RewardError
 from jax_grpo.rewards.naming import import_object, resolve
 from jax_grpo.sampling import Truncation
 from jax_grpo.sharding import batch_shards, make_mesh, param_shardings
@@ -56,35 +61,50 @@ NO_STAGE = ("seed", "dtype", "model", "mesh", "stages", "evaluation")
 HARMLESS = ("log_every",)  # keys that may differ from those that the run began with
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags of this command."""
+def define_flags(values: flags.FlagValues, line: Sequence[str]) -> None:
+    """Defines the flags of this command; every key of the config in `line` is one.
+
+    New keys are taken too: whether there is such a key, the function that takes it says.
+    """
+    first = flags.FlagValues()
+    flags.DEFINE_string("config", None, "The recipe.", flag_values=first)
+    first(line, known_only=True)
+    if first.config is not None:
+        _check_overrides(_load_config(first.config), line)
     config_flags.DEFINE_config_file(
-        "config", None, "The recipe.", lock_config=True, flag_values=values
+        "config",
+        None,
+        "The recipe.",
+        lock_config=False,
+        accept_new_attributes=True,
+        flag_values=values,
+        sys_argv=list(line),
     )
     flags.DEFINE_string("workdir", None, "Where everything goes.", flag_values=values)
 
 
 def run(values: flags.FlagValues) -> int:
     """Trains; returns the exit code."""
-    config = read_config(values)
-    workdir = Path(values.workdir) if values.workdir else _fresh_directory()
     with refusing_bad_input():
-        if "://" in str(workdir):
-            raise ValueError(f"--workdir is a local directory, not {workdir}")
-        _claim(workdir, config)
-    print(f"workdir {workdir}", file=sys.stderr)
-    summary_file = workdir / "summary.json"
-    if summary_file.exists():
-        summary = json.loads(summary_file.read_text())
-        if all(name in summary["stages"] for name in config["stages"]):
-            print(table(summary) + f"\nfiles: {workdir}")
-            return 0
+        if values["config"].value is None:
+            raise ValueError("--config=configs/NAME.py is missing")
+        config = read_config(values.config)
+        if "://" in (values.workdir or ""):
+            raise ValueError(f"--workdir is a local directory, not {values.workdir}")
+        workdir = Path(values.workdir) if values.workdir else _fresh_directory()
+        _check_workdir(workdir, config)
+        summary = _read_json(workdir / "summary.json")
+    if all(name in summary.get("stages", ()) for name in config["stages"]):
+        print(table(summary) + f"\nfiles: {workdir}")
+        return 0
     model, initial, stages, evaluation = build(config)
-    with refusing_bad_input():
+    with refusing_bad_input():  # from here on there is a workdir
+        _claim(workdir, config)
         hf.save_metadata(workdir / MODEL_DIRECTORY, model.config, model.tokenizer, model.end_ids)
+    print(f"workdir {workdir}", file=sys.stderr)
     try:
         summary = train(model, initial, stages, evaluation, workdir)
-    except Diverged as error:
+    except (Diverged, RewardError) as error:
         print(f"jax_grpo train: {error}", file=sys.stderr)
         return 1
     if jax.process_index() == 0:
@@ -95,28 +115,89 @@ def run(values: flags.FlagValues) -> int:
 # ------------------------------------------------------------------------------ from the config
 
 
-def read_config(values: flags.FlagValues) -> dict[str, Any]:
-    """The config as plain dicts, placeholders that were not filled as None.
+def _load_config(path: str) -> ConfigDict:
+    """What a config file gives; whatever is wrong with the file is one line.
 
     Raises:
-      BadInput: without a config, or for one that cannot be read.
+      ValueError: with the line of the file where there is one.
     """
-    with refusing_bad_input():
-        if values["config"].value is None:
-            raise ValueError("--config=configs/NAME.py is missing")
-        config: ConfigDict = values.config
-    plain = config.to_dict()
-    stages = plain.get("stages", ())
+    file, *argument = path.split(":", 1)
+    if not Path(file).is_file():
+        raise ValueError(f"no such config file: {file!r}")
+    try:
+        names = runpy.run_path(file)
+        config = names["get_config"](*argument) if "get_config" in names else None
+    except Exception as error:  # it is a program of the user's
+        frames = traceback.extract_tb(error.__traceback__)
+        numbers = [f.lineno for f in frames if Path(f.filename).name == Path(file).name]
+        at = f" line {numbers[-1]}:" if numbers else ""
+        raise ValueError(f"{file}:{at} {type(error).__name__}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise ValueError(f"{file}: there is no get_config() that gives a ConfigDict")
+    for key in config:
+        _plain(config, key, "config")
+    return config
+
+
+def _check_overrides(config: ConfigDict, line: Sequence[str]) -> None:
+    """Refuses a `--config.a.b=value` of a section `config.a` that is not there."""
+    for arg in line:
+        match = re.match(r"--?config\.([^=]+)\.[^.=]+(=|$)", arg)
+        section, path = config, "config"
+        for name in match[1].split(".") if match else ():
+            sections = [key for key in section if section.get_type(key) is ConfigDict]
+            if name not in sections:
+                known = ", ".join(sections) or "none"
+                raise ValueError(f"{path}: no section {name!r}; its sections: {known}")
+            section, path = section[name], f"{path}.{name}"
+
+
+def read_config(config: ConfigDict) -> dict[str, Any]:
+    """The config as plain dicts, without the sections of stages that are left out.
+
+    Raises:
+      ValueError: when something is missing, or there is a key that means nothing.
+    """
     for key in ("seed", "model", "stages"):
-        if key not in plain:
-            raise BadInput(f"config: {key} is missing")
+        if key not in config:
+            raise ValueError(f"config: {key} is missing")
+    stages = _plain(config, "stages", "config")
+    if not isinstance(stages, tuple) or not stages or len(set(stages)) != len(stages):
+        raise ValueError(f"config.stages must be a tuple of names, each once; got {stages!r}")
     for name in stages:
-        if name not in plain:
-            raise BadInput(f"config.stages names {name!r}, but there is no section config.{name}")
-    if len(set(stages)) != len(stages) or not stages:
-        raise BadInput(f"config.stages must name at least one stage, each once; got {stages}")
-    # A recipe may hold sections of stages that a flag left out, so these are not unknown keys.
+        if name in NO_STAGE or name not in config:
+            raise ValueError(f"config.stages names {name!r}, but there is no section config.{name}")
+    used = [key for key in config if key in (*NO_STAGE, *stages)]
+    for key in config:
+        is_section = config.get_type(key) is ConfigDict
+        if key not in used and not (is_section and "algorithm" in config[key]):
+            valid = ", ".join((*NO_STAGE, *stages))
+            raise ValueError(f"config: no key {key!r}; valid keys: {valid}")
+        if key in ("model", "mesh", "evaluation", *stages) and not is_section:
+            raise ValueError(f"config.{key} is {config[key]!r} and not a section")
+    plain = {key: _plain(config, key, "config") for key in used}
+    for name in stages:
+        data = plain[name].get("data")
+        if isinstance(data, Mapping) and not data.get("path") and not data.get("source"):
+            path = f"config.{name}.data.path"
+            raise ValueError(f"{path} is missing (or a source): give it by --{path}=...")
+    if type(plain["seed"]) is not int or plain["seed"] < 0:
+        raise ValueError(f"config.seed is {plain['seed']!r}: a whole number, 0 or more")
     return plain
+
+
+def _plain(section: ConfigDict, key: str, path: str) -> Any:
+    """A value of a config, sections as dicts; a placeholder that was not filled is None."""
+    path = f"{path}.{key}"
+    try:
+        value = section[key]
+    except config_dict.RequiredValueError:
+        raise ValueError(
+            f"{path} is a required_placeholder, which no flag can fill: use placeholder"
+        ) from None
+    if isinstance(value, ConfigDict):
+        return {name: _plain(value, name, path) for name in value}
+    return value
 
 
 Built = tuple[Model, Any, list[Stage], Evaluation | None]
@@ -128,7 +209,7 @@ def build(config: Mapping[str, Any]) -> Built:
     Returns:
       The model, a function that makes or loads its first parameters, the stages and evaluation.
     """
-    mesh = configure(make_mesh, config.get("mesh", {}), "mesh")
+    mesh = configure(make_mesh, config.get("mesh", {}), "mesh", devices=None)
     with refusing_bad_input():
         dtype = compute_dtype(config.get("dtype") or "auto")
     seed = config["seed"]
@@ -196,9 +277,15 @@ def build_verifiers(section: Mapping[str, Mapping[str, Any]]) -> Verifiers:
     """
     functions, weights = [], []
     for name, settings in section.items():
-        rest = {k: v for k, v in settings.items() if k not in ("function", "weight")}
-        functions.append(resolve(settings.get("function", name), **rest))
-        weights.append(float(settings.get("weight", 1.0)))
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"rewards.{name} is {settings!r} and not a section of settings")
+        rest = {k: v for k, v in settings.items() if v is not None}
+        weights.append(rest.pop("weight", 1.0))
+        if not isinstance(weights[-1], int | float):
+            raise ValueError(f"rewards.{name}.weight is {weights[-1]!r} and not a number")
+        reward = resolve(rest.pop("function", name), **rest)
+        check_types(reward.func if isinstance(reward, functools.partial) else reward, rest)
+        functions.append(reward)
     if not functions:
         raise ValueError("at least one reward is needed")
     return Verifiers(tuple(functions), tuple(section), tuple(weights))
@@ -239,16 +326,30 @@ def build_sampling(
     return Sampling(num_generations, limit, schedule, Truncation(top_k, top_p, min_p))
 
 
-def build_algorithm(name: str, **settings: Any) -> Algorithm:
-    """The algorithm of that name: a constructor in algorithms.py."""
+def build_algorithm(
+    section: Mapping[str, Any], path: str, reward_weights: tuple[float, ...] = ()
+) -> Algorithm:
+    """The algorithm that a section names, a constructor in algorithms.py, with its settings.
+
+    Args:
+      section: `name`, and the constructor's arguments.
+      path: of the section, for messages.
+      reward_weights: those of the stage's rewards, for an algorithm that takes some.
+    """
     constructors = {
         n: f
         for n, f in vars(algorithms).items()
         if inspect.isfunction(f) and inspect.signature(f).return_annotation == "Algorithm"
     }
+    settings = dict(section)
+    name = settings.pop("name", None)
     if name not in constructors:
-        raise ValueError(f"algorithm {name!r} is not one of: {', '.join(sorted(constructors))}")
-    return configure(constructors[name], settings, f"{name}'s algorithm")
+        raise ValueError(
+            f"algorithm.name {name!r} is not one of: {', '.join(sorted(constructors))}"
+        )
+    parameters = inspect.signature(constructors[name]).parameters
+    given = {"reward_weights": reward_weights} if "reward_weights" in parameters else {}
+    return configure(constructors[name], settings, path, **given)
 
 
 def load_data(
@@ -260,7 +361,13 @@ def load_data(
 ) -> tuple[Prompts, Demonstrations | None]:
     """Rows of a data section, encoded as prompts, and as demonstrations where they hold one."""
     given = {k: v for k, v in section.items() if v is not None}
-    encoding = {k: given.pop(k) for k in ("chat", "system", "template") if k in given}
+    keys = ("chat", "system", "template")
+    encoding: dict[str, Any] = {k: given.pop(k) for k in keys if k in given}
+    check_types(encode_prompts, encoding)
+    check_types(load_rows, given)
+    if "source" in given:
+        settings = {k: v for k, v in given.items() if k not in ("source", "path", "rename")}
+        check_types(import_object(given["source"]), settings)
     rows = load_rows(**given, columns=("prompt",))
     rows = rows[: limit or None]
     if completion_length and "completion" in rows[0]:
@@ -294,6 +401,8 @@ def build_evaluation(
       num_prompts: how many rows; 0 is all.
       batch: prompts at a time, rounded up to what the mesh divides.
     """
+    if num_prompts < 0:
+        raise ValueError(f"num_prompts must not be negative, got {num_prompts}")
     verifiers = build_verifiers(rewards)
     for measure, name in measures.items():
         if name not in verifiers.names:
@@ -301,6 +410,7 @@ def build_evaluation(
                 f"measures.{measure} names the reward {name!r}, which is not one of: "
                 f"{', '.join(verifiers.names)}"
             )
+    _check_positive(batch=batch)
     _check_context(model, max_prompt_length, max_new_tokens)
     prompts, _ = load_data(data, model, max_prompt_length, 0, num_prompts)
     shards = batch_shards(model.mesh)
@@ -361,24 +471,37 @@ def build_stage(
       keep_checkpoints: how many of the newest to keep.
       log_every: steps between lines, where there is no progress bar.
     """
-    made = build_algorithm(**algorithm)
+    counts = {"passes": passes, "minibatches": minibatches, "micro_batches": micro_batches}
+    counts |= {"checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints}
+    _check_positive(**counts, log_every=log_every)
+    if min(logits_chunk, max_skipped) < 0:
+        raise ValueError("logits_chunk and max_skipped must not be negative")
+    verifiers = build_verifiers(rewards) if rewards else None
+    weights = verifiers.weights if verifiers else ()
+    made = build_algorithm(algorithm, f"{name}.algorithm", weights)
     _check_context(model, max_prompt_length, max_completion_length)
     _check_batch(model.mesh, prompts_per_step, minibatches, micro_batches)
+    if remat not in ("none", "dots", "full"):
+        raise ValueError(f"remat {remat!r} is not one of: none, dots, full")
     prompts, demonstrations = load_data(
         data, model, max_prompt_length, max_completion_length if made.source == "dataset" else 0
     )
     rows = demonstrations or prompts
     if made.source == "dataset" and demonstrations is None:
         raise ValueError(f"algorithm {algorithm['name']} needs rows with a 'completion'")
-    if (num_steps > 0) == (num_epochs > 0):
-        raise ValueError("give one of num_steps and num_epochs")
+    if min(num_steps, num_epochs) < 0 or (num_steps > 0) == (num_epochs > 0):
+        raise ValueError("give one of num_steps and num_epochs, more than 0")
     steps = num_steps or steps_of_epochs(len(rows.rows), prompts_per_step, num_epochs)
     total = steps * passes * minibatches
     transform, schedule = configure(
         make_optimizer, optimizer, f"{name}.optimizer", total_steps=total
     )
-    draws = verifiers = None
+    draws = None
+    if made.source == "dataset" and (rewards or sampling):
+        raise ValueError(f"algorithm {algorithm['name']} takes neither rewards nor sampling")
     if made.source == "policy":
+        if verifiers is None:
+            raise ValueError("rewards are missing: at least one is needed")
         draws = configure(
             build_sampling,
             sampling or {},
@@ -388,7 +511,6 @@ def build_stage(
         )
         if draws.num_generations < 2:
             raise ValueError("sampling.num_generations must be 2 or more: a group of 1 is constant")
-        verifiers = build_verifiers(rewards or {})
     return Stage(
         name=name,
         number=number,
@@ -415,7 +537,14 @@ def build_stage(
     )
 
 
+def _check_positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+
+
 def _check_context(model: Model, prompt: int, completion: int) -> None:
+    _check_positive(max_prompt_length=prompt, max_completion_length=completion)
     context = model.config.max_position_embeddings
     if prompt + completion > context:
         raise ValueError(
@@ -443,22 +572,17 @@ def _fresh_directory() -> Path:
     return next(path for name in names if not (path := Path("runs") / name).exists())
 
 
-def _claim(workdir: Path, config: Mapping[str, Any]) -> None:
-    """Makes the workdir and writes the config there, or checks that it is the one of this run.
+def _check_workdir(workdir: Path, config: Mapping[str, Any]) -> None:
+    """Checks that the workdir is free, or this run's.
 
     Raises:
       ValueError: when the directory belongs to another run, with the differences.
     """
-    mine = json.loads(json.dumps(config, default=str))
-    file = workdir / "config.json"
-    if not file.exists():
+    if not (workdir / "config.json").exists():
         if workdir.exists() and any(workdir.iterdir()):
             raise ValueError(f"{workdir} is not empty and not a run's workdir (no config.json)")
-        workdir.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            file.write_text(json.dumps(mine, indent=2) + "\n")
         return
-    theirs, mine = _flat(json.loads(file.read_text())), _flat(mine)
+    theirs, mine = _flat(_read_json(workdir / "config.json")), _flat(_jsonable(config))
     differ = [
         f"{key} was {theirs.get(key, 'not there')}, is {mine.get(key, 'not there')}"
         for key in sorted(theirs.keys() | mine.keys())
@@ -468,10 +592,31 @@ def _claim(workdir: Path, config: Mapping[str, Any]) -> None:
         raise ValueError(f"{workdir} holds a run with another config: {'; '.join(differ)}")
 
 
+def _claim(workdir: Path, config: Mapping[str, Any]) -> None:
+    """Makes the workdir and writes the config there, if it is not there yet."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    file = workdir / "config.json"
+    if jax.process_index() == 0 and not file.exists():
+        file.write_text(json.dumps(_jsonable(config), indent=2) + "\n")
+
+
+def _jsonable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as JSON gives it back."""
+    return json.loads(json.dumps(config, default=str))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file, empty without the file."""
+    try:
+        return json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value

@@ -1,0 +1,477 @@
+"""Algorithms: constructors and their refusals, experience and loss by hand, and a bandit.
+
+A new algorithm, or a new setting of one, joins as one row of `LEARNS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_grpo import advantages
+from jax_grpo.algorithms import ADVANTAGES, grpo, make_reduction, sft
+from jax_grpo.types import (
+    Algorithm,
+    Experience,
+    Outputs,
+    PromptBatch,
+    Rewards,
+    Rollout,
+    Scores,
+)
+
+# --- Constructors --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"advantage": "std"}, "'std' is not one of: standardized, centered, leave_one_out, "),
+        ({"kl_weight": -0.1}, "kl_weight is -0.1"),
+        ({"kl_weight": float("nan")}, "kl_weight is nan"),
+        ({"kl_estimator": "k1"}, "k1 in the loss has a gradient of 0"),
+        ({"kl_estimator": "k4"}, "not 'k4'"),
+        ({"kl_estimator": "k3_weighted", "kl_in": "reward"}, "not 'k3_weighted'"),
+        ({"kl_in": "both"}, "'both'"),
+        ({"reduction": "mean"}, "'mean' is not one of: token_mean, sequence_mean, constant_length"),
+        ({"reduction": "constant_length"}, "reduction_length of at least 1"),
+        ({"reduction": "constant_length", "reduction_length": -3}, "length of at least 1"),
+        ({"ratio_level": "word"}, "'word'"),
+        ({"truncated": "drop"}, "'drop'"),
+        ({"dual_clip": 0.5}, "dual_clip"),
+        ({"dual_clip": -3.0}, "dual_clip"),
+        ({"clip_low": -0.2}, "clip_low"),
+        ({"clip_high": -0.2}, "clip_high"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_grpo_refuses_what_makes_no_sense_when_it_is_made(settings, message):
+    with pytest.raises(ValueError, match=message):
+        grpo(**settings)
+
+
+def test_sft_refuses_what_makes_no_sense_when_it_is_made():
+    with pytest.raises(ValueError, match="'sum' is not one of"):
+        sft(reduction="sum")
+    with pytest.raises(ValueError, match="reduction_length"):
+        sft(reduction="constant_length")
+
+
+def test_flags_say_what_is_needed():
+    assert (sft().source, grpo().source) == ("dataset", "policy")
+    assert not sft().needs_reference and not sft().needs_entropy
+    assert grpo().needs_reference and grpo().needs_entropy
+    assert not grpo(kl_weight=0.0).needs_reference
+    assert not grpo(kl_weight=0.0, kl_in="reward", kl_estimator="k1").needs_reference
+    assert grpo(kl_in="reward", kl_estimator="k1").needs_reference
+    assert not (sft().needs_critic or grpo().needs_critic or sft().keep or grpo().keep)
+
+
+def test_every_advantage_goes_by_its_name():
+    assert set(ADVANTAGES) == {"standardized", "centered", "leave_one_out", "batch_standardized"}
+    assert all(function is getattr(advantages, name) for name, function in ADVANTAGES.items())
+
+
+def test_reductions_by_hand():
+    per_token, mask = jnp.array([[1.0, 3.0], [5.0, 7.0]]), jnp.array([[1.0, 1.0], [1.0, 0.0]])
+    pairs = {"token_mean": (9, 3), "sequence_mean": (2 + 5, 2), "constant_length": (9, 2 * 4)}
+    for name, pair in pairs.items():
+        assert tuple(map(float, make_reduction(name, 4)(per_token, mask))) == pair
+
+
+# --- Experience by hand --------------------------------------------------------------------------
+#
+# Two prompts, four completions each, two reward functions of weights 1 and 1/2. "-" is None.
+#
+#   prompt 0:  first 2 0 2 -   second 1 1 - -   total 2.5 0.5 2 -   mean of three 5/3
+#   prompt 1:  first 1 1 1 1   second 0 - 0 0   total 1 1 1 1       constant
+#
+# The second completion of prompt 0 and the first of prompt 1 were cut at the length limit.
+
+REWARDS = Rewards(
+    jnp.array([[[2, 1], [0, 1], [2, 0], [0, 0]], [[1, 0]] * 4], jnp.float32),
+    jnp.array([[[1, 1], [1, 1], [1, 0], [0, 0]], [[1, 1], [1, 0], [1, 1], [1, 1]]], bool),
+)
+WEIGHTS = (1.0, 0.5)
+LENGTHS = np.array([[1, 2, 2, 1], [2, 1, 0, 1]])
+MASK = np.arange(2) < LENGTHS[..., None]
+TRUNCATED = np.array([[0, 1, 0, 0], [1, 0, 0, 0]], bool)
+BEHAVIOR = np.array(
+    [[[-1, 9], [-1, -2], [-0.5, -0.5], [-1, 9]], [[-1, -1], [-2, 9], [9, 9], [-3, 9]]], np.float32
+)  # 9 where there is no token
+REFERENCE = np.array(
+    [[[-2, 7], [-1, -1], [-1.5, -1], [-5, 7]], [[-1, -1], [-4, 7], [7, 7], [-3, 7]]], np.float32
+)
+ROLLOUT = Rollout(
+    PromptBatch(jnp.ones((2, 1), jnp.int32), jnp.ones(2, jnp.int32), jnp.arange(2)),
+    jnp.zeros((2, 4, 2), jnp.int32),
+    jnp.asarray(LENGTHS),
+    jnp.asarray(MASK),
+    jnp.asarray(BEHAVIOR),
+    jnp.zeros((2, 4, 2)),
+    jnp.asarray(TRUNCATED),
+    jnp.float32(1),
+)
+SCORES = Scores(reference_logps=jnp.asarray(REFERENCE))
+CENTERED = [[2.5 - 5 / 3, 0.5 - 5 / 3, 2 - 5 / 3, 0], [0, 0, 0, 0]]
+JUDGED = MASK & np.array([[1, 1, 1, 0], [1, 1, 1, 1]], bool)[..., None]  # all but the "- -"
+WITHOUT_CUT = JUDGED & ~TRUNCATED[..., None]
+
+
+def experience_of(**settings: Any) -> Experience:
+    settings = {"reward_weights": WEIGHTS, "advantage": "centered", **settings}
+    experience, state = grpo(**settings).experience(ROLLOUT, REWARDS, SCORES, {"kept": 1})
+    assert state == {"kept": 1}
+    return experience
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, CENTERED),
+        # the mean of the others: n / (n - 1) = 3/2 of it
+        ({"advantage": "leave_one_out"}, 1.5 * np.array(CENTERED)),
+        # squares of 5/6, 7/6, 2/6: (25 + 49 + 4) / 36 over 2
+        ({"advantage": "standardized"}, np.array(CENTERED) / (np.sqrt(78 / 72) + 1e-4)),
+        # seven of mean 9/7: squares of 17 11 10 4 (/14, 14ths: 2.5 = 35, 0.5 = 7, 2 = 28, 1 = 14;
+        # 9/7 = 18): 17² + 11² + 10² + 4 · 4² = 289 + 121 + 100 + 64 = 574, over 14² · 6
+        (
+            {"advantage": "batch_standardized"},
+            np.array(CENTERED) / (np.sqrt(574 / (196 * 6)) + 1e-4),
+        ),
+        # all of weight 1: 3 1 2, mean 2
+        ({"reward_weights": ()}, [[1, -1, 0, 0], [0, 0, 0, 0]]),
+        # by the second alone: 1 1 0 (its "-" counts as nothing), mean 2/3
+        ({"reward_weights": (0.0, 1.0)}, [[1 / 3, 1 / 3, -2 / 3, 0], [0, 0, 0, 0]]),
+        # those cut stay in the mean
+        ({"truncated": "mask"}, CENTERED),
+        # 2.5 0 2, mean 1.5; and 0 1 1 1, mean 3/4
+        ({"truncated": "zero"}, [[1, -1.5, 0.5, 0], [-0.75, 0.25, 0.25, 0.25]]),
+    ],
+    ids=str,
+)
+def test_advantages_by_hand(settings, expected):
+    found = experience_of(**settings)
+    np.testing.assert_allclose(found.advantages, expected, rtol=1e-5, atol=1e-7)
+    where = WITHOUT_CUT if settings.get("truncated") == "mask" else JUDGED
+    np.testing.assert_array_equal(found.mask, where.astype(np.float32), strict=True)
+    np.testing.assert_array_equal(found.behavior_logps, BEHAVIOR)
+    np.testing.assert_array_equal(found.reference_logps, REFERENCE)
+
+
+@pytest.mark.parametrize(
+    "settings, kl",
+    [
+        # k1, behavior - reference, summed over what counts:
+        #   -1 + 2 = 1;  0 - 1 = -1;  1 + 0.5 = 1.5;  (not judged)
+        #   0 + 0 = 0;  -2 + 4 = 2;  (empty) 0;  0
+        ({"kl_estimator": "k1"}, [[1, -1, 1.5, 0], [0, 2, 0, 0]]),
+        # half of squares: 1/2;  1/2;  (1 + 1/4) / 2;  and 0;  4/2;  0;  0
+        ({"kl_estimator": "k2"}, [[0.5, 0.5, 0.625, 0], [0, 2, 0, 0]]),
+        # those cut leave the loss but not the baseline, where they pay for their KL
+        ({"kl_estimator": "k1", "truncated": "mask"}, [[1, -1, 1.5, 0], [0, 2, 0, 0]]),
+    ],
+    ids=str,
+)
+def test_kl_in_the_reward_by_hand(settings, kl):
+    found = experience_of(kl_weight=0.5, kl_in="reward", **settings)
+    total = np.array([[2.5, 0.5, 2, 0], [1, 1, 1, 1]]) - 0.5 * np.array(kl)
+    means = np.array([[total[0, :3].mean()], [total[1].mean()]])
+    expected = (total - means) * [[1, 1, 1, 0], [1, 1, 1, 1]]
+    np.testing.assert_allclose(found.advantages, expected, rtol=1e-5, atol=1e-6)
+    assert found.reference_logps is None  # it has said what it had to say
+    where = WITHOUT_CUT if "truncated" in settings else JUDGED
+    np.testing.assert_array_equal(found.mask, where)
+
+
+def test_without_a_reference_there_is_none_and_nobody_asks_for_it():
+    for settings in ({}, {"kl_in": "reward", "kl_estimator": "k1"}):
+        algorithm = grpo(reward_weights=WEIGHTS, kl_weight=0.0, advantage="centered", **settings)
+        experience, _ = algorithm.experience(ROLLOUT, REWARDS, Scores(), ())
+        np.testing.assert_allclose(experience.advantages, CENTERED, rtol=1e-5)
+        assert experience.reference_logps is None
+        assert "kl" not in algorithm.loss(Outputs(jnp.asarray(BEHAVIOR)), experience)
+
+
+@pytest.mark.parametrize("kl_in, estimator", [("loss", "k3"), ("reward", "k1")])
+def test_a_reference_that_is_needed_and_not_there_is_not_passed_over(kl_in, estimator):
+    algorithm = grpo(reward_weights=WEIGHTS, kl_in=kl_in, kl_estimator=estimator)
+    with pytest.raises(ValueError, match="reference"):
+        algorithm.experience(ROLLOUT, REWARDS, Scores(), ())
+
+
+def test_weights_must_be_one_for_each_reward():
+    with pytest.raises(ValueError, match=r"weights \(3,\).*\(2, 4, 2\)"):
+        experience_of(reward_weights=(1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"advantage": "leave_one_out", "truncated": "zero"}], ids=str
+)
+def test_experience_of_a_slice_is_the_slice_of_the_experience(settings):
+    whole = experience_of(**settings)
+    algorithm = grpo(reward_weights=WEIGHTS, **{"advantage": "centered", **settings})
+    for p in range(2):
+        cut = lambda x: x[p : p + 1] if x.ndim else x  # noqa: B023, E731
+        part, _ = algorithm.experience(*jax.tree.map(cut, (ROLLOUT, REWARDS, SCORES)), ())
+        for a, b in zip(part, whole, strict=True):
+            np.testing.assert_allclose(a, b[p : p + 1], rtol=1e-6)
+
+
+def test_sft_is_worth_1_wherever_the_data_speaks():
+    experience, state = sft().experience(ROLLOUT, REWARDS, Scores(), ())
+    np.testing.assert_array_equal(experience.advantages, np.ones((2, 4), np.float32), strict=True)
+    np.testing.assert_array_equal(experience.mask, MASK.astype(np.float32), strict=True)
+    assert state == () and experience.reference_logps is None
+    logps = jnp.asarray(np.where(MASK, BEHAVIOR, np.nan))
+    terms = sft().loss(Outputs(logps), experience)
+    assert list(terms) == ["nll"]
+    # 1 + (1 + 2) + (0.5 + 0.5) + 1 + (1 + 1) + 2 + 3 = 13, of 10 tokens
+    assert tuple(map(float, terms["nll"])) == (13.0, 10.0, 1.0)
+    # 1 + 3/2 + 1/2 + 1 + 1 + 2 + 3 = 10, of 7 completions
+    by_sequence = sft(reduction="sequence_mean").loss(Outputs(logps), experience)["nll"]
+    assert tuple(map(float, by_sequence)) == (10.0, 7.0, 1.0)
+
+
+# --- Loss by hand --------------------------------------------------------------------------------
+#
+# One prompt, four completions; the last token of the third does not count, nor the whole fourth.
+#
+#   advantage   1           -1           -1          2
+#   ratio       1.5  0.5    0.5  4       1  -        -  -
+#   loss at a clip of 0.2: -min(ratio A, clip A)
+#               -1.2 -0.5   0.8  4       1
+#   clipped     high        low
+
+LOG2 = float(np.log(2))
+RATIO = np.array([[[1.5, 0.5], [0.5, 4.0], [1.0, 77.0], [3.0, 3.0]]])
+COUNTS = np.array([[[1, 1], [1, 1], [1, 0], [0, 0]]], np.float32)
+LOGPS = np.log(np.array([[[0.6, 0.2], [0.25, 0.8], [0.5, 0.9], [0.3, 0.6]]]))
+# π_ref / π: 2 1  1/2 1  2 -  - -
+REFERENCE_RATIO = np.array([[[2.0, 1.0], [0.5, 1.0], [2.0, 99.0], [9.0, 9.0]]])
+HAND = Experience(
+    jnp.array([[1.0, -1.0, -1.0, 2.0]]),
+    jnp.asarray(COUNTS),
+    jnp.asarray(LOGPS - np.log(RATIO), jnp.float32),
+    jnp.asarray(LOGPS + np.log(REFERENCE_RATIO), jnp.float32),
+)
+OUTPUTS = Outputs(jnp.asarray(LOGPS, jnp.float32), jnp.asarray(np.arange(8.0).reshape(1, 4, 2)))
+POLICY_SUMS = {
+    # (-1.2 - 0.5) / 2 + (0.8 + 4) / 2 + 1, of three completions
+    "sequence_mean": ({}, (-0.85 + 2.4 + 1, 3)),
+    "token_mean": ({}, (-1.7 + 4.8 + 1, 5)),
+    "constant_length": ({"reduction_length": 10}, (-1.7 + 4.8 + 1, 30)),
+}
+
+
+def pair(term: Any) -> tuple[float, float]:
+    return float(term.sum), float(term.weight)
+
+
+@pytest.mark.parametrize("reduction", POLICY_SUMS)
+def test_terms_by_hand(reduction):
+    settings, expected = POLICY_SUMS[reduction]
+    terms = grpo(reduction=reduction, kl_weight=0.3, **settings).loss(OUTPUTS, HAND)
+    assert pair(terms["policy_loss"]) == pytest.approx(expected, rel=1e-5)
+    # of five tokens: ratios 1.5 + 0.5 + 0.5 + 4 + 1; entropies 0 + 1 + 2 + 3 + 4; one high, one low
+    assert pair(terms["ratio"]) == pytest.approx((7.5, 5), rel=1e-5)
+    assert pair(terms["entropy"]) == (10, 5)
+    assert pair(terms["clip_ratio/high_mean"]) == pair(terms["clip_ratio/low_mean"]) == (1, 5)
+    assert pair(terms["clip_ratio/region_mean"]) == (2, 5)
+    coefficients = {name: float(term.coefficient) for name, term in terms.items()}
+    assert coefficients.pop("policy_loss") == 1 and coefficients.pop("kl") == 0.3
+    assert set(coefficients.values()) == {0.0}  # the others are metrics
+    without = grpo(reduction=reduction, **settings).loss(Outputs(OUTPUTS.logps), HAND)
+    assert terms.keys() - without.keys() == {"entropy"}
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        # d = ln 2, 0 | -ln 2, 0 | ln 2:  k3 = 1 - ln 2, 0 | ln 2 - 1/2, 0 | 1 - ln 2
+        ({}, 2 * (1 - LOG2) + LOG2 - 0.5),
+        # half of squares of ln 2, thrice
+        ({"kl_estimator": "k2"}, 1.5 * LOG2**2),
+        # by the tokens' ratios 1.5, 0.5, 1, however the loss weighs its own
+        ({"kl_estimator": "k3_weighted"}, 2.5 * (1 - LOG2) + 0.5 * (LOG2 - 0.5)),
+        (
+            {"kl_estimator": "k3_weighted", "ratio_level": "sequence"},
+            2.5 * (1 - LOG2) + 0.5 * (LOG2 - 0.5),
+        ),
+    ],
+    ids=str,
+)
+def test_kl_in_the_loss_by_hand(settings, expected):
+    terms = grpo(reduction="token_mean", kl_weight=0.3, **settings).loss(OUTPUTS, HAND)
+    assert pair(terms["kl"]) == pytest.approx((expected, 5), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        # 1.5 is let through below 1.6, 0.5 above 0.4
+        ({"clip_low": 0.6, "clip_high": 0.6}, -1.5 - 0.5 + 0.5 + 4 + 1),
+        ({"clip_high": 0.6}, -1.5 - 0.5 + 0.8 + 4 + 1),
+        ({"clip_low": 0.6}, -1.2 - 0.5 + 0.5 + 4 + 1),
+        # the dual clip bounds the 4 of a bad token
+        ({"dual_clip": 3.0}, -1.2 - 0.5 + 0.8 + 3 + 1),
+        # of sequences: sqrt(1.5 · 0.5), sqrt(0.5 · 4), 1; all tokens of one alike
+        ({"ratio_level": "sequence"}, 2 * -np.sqrt(0.75) + 2 * np.sqrt(2) + 1),
+    ],
+    ids=str,
+)
+def test_clips_and_levels_by_hand(settings, expected):
+    terms = grpo(reduction="token_mean", kl_weight=0.0, **settings).loss(OUTPUTS, HAND)
+    assert pair(terms["policy_loss"]) == pytest.approx((expected, 5), rel=1e-5)
+
+
+def test_metrics_of_sequence_ratios_are_of_tokens_too():
+    terms = grpo(ratio_level="sequence", clip_high=0.2).loss(OUTPUTS, HAND)
+    # sqrt(3/4) and sqrt(2), each twice, and 1; none is outside and pulled: A < 0 where it is high
+    ratios = 2 * np.sqrt(0.75) + 2 * np.sqrt(2) + 1
+    assert pair(terms["ratio"]) == pytest.approx((ratios, 5), rel=1e-5)
+    assert pair(terms["clip_ratio/region_mean"]) == (0, 5)
+
+
+# --- A bandit ------------------------------------------------------------------------------------
+#
+# A policy of four logits that says the same everywhere. Each group tries every arm once, arm 0
+# being right; a completion says its arm once (arm 0) or twice (the others).
+
+ARMS = 4
+START = jnp.array([-0.3, 0.2, 0.4, 0.1])
+SKEWED = jnp.log(jnp.array([0.1, 0.2, 0.3, 0.4]))
+
+
+def logps_of(logits: Any) -> jax.Array:
+    """[P, G, C]."""
+    logps = jax.nn.log_softmax(logits)
+    return jnp.broadcast_to(logps[:, None], (2, ARMS, 2))
+
+
+def bandit(behavior: Any = START, cut: int | None = None) -> Rollout:
+    lengths = jnp.array([[1, 2, 2, 2]] * 2)
+    mask = jnp.arange(2) < lengths[..., None]
+    prompts = PromptBatch(jnp.ones((2, 1), jnp.int32), jnp.ones(2, jnp.int32), jnp.arange(2))
+    arms = jnp.broadcast_to(jnp.arange(ARMS)[:, None], (2, ARMS, 2))
+    truncated = jnp.zeros((2, ARMS), bool)
+    if cut is not None:
+        truncated = truncated.at[:, cut].set(True)
+    return Rollout(
+        prompts, jnp.where(mask, arms, 0), lengths, mask,
+        jnp.where(mask, logps_of(behavior), 0), jnp.zeros(mask.shape), truncated, jnp.float32(1),
+    )  # fmt: skip
+
+
+def descend(
+    algorithm: Algorithm,
+    rollout: Rollout,
+    rewards: Any,
+    start: Any,
+    reference: Any,
+    passes: int = 1,
+) -> list[jax.Array]:
+    """The logits before and after each step on one rollout."""
+    values = jnp.broadcast_to(jnp.asarray(rewards, jnp.float32)[:, None], (2, ARMS, 1))
+    scores = Scores(reference_logps=logps_of(reference) if algorithm.needs_reference else None)
+    judged = Rewards(values, jnp.ones(values.shape, bool))
+    experience, _ = algorithm.experience(rollout, judged, scores, algorithm.state)
+
+    @jax.jit
+    @jax.grad
+    def gradient(logits):
+        terms = algorithm.loss(Outputs(logps_of(logits)), experience).values()
+        return sum(jnp.float32(t.coefficient) * t.sum / t.weight for t in terms)
+
+    path = [start]
+    for _ in range(passes):
+        path.append(path[-1] - 0.3 * gradient(path[-1]))
+    return path
+
+
+LEARNS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "grpo without kl": {"kl_weight": 0.0},
+    "grpo with k2": {"kl_estimator": "k2"},
+    "grpo with weighted k3": {"kl_estimator": "k3_weighted"},
+    "grpo with kl in the reward": {"kl_in": "reward", "kl_estimator": "k1"},
+    "dr. grpo": {
+        "advantage": "centered",
+        "reduction": "constant_length",
+        "reduction_length": 2,
+        "kl_weight": 0.0,
+    },
+    "dapo": {"clip_high": 0.28, "reduction": "token_mean", "kl_weight": 0.0, "truncated": "mask"},
+    "gspo": {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "kl_weight": 0.0},
+    "rloo": {"advantage": "leave_one_out", "kl_in": "reward", "kl_estimator": "k1"},
+    "lite ppo": {"advantage": "batch_standardized", "reduction": "token_mean", "kl_weight": 0.0},
+    "dual clip": {"dual_clip": 3.0},
+    "cut ones score 0": {"truncated": "zero"},
+}
+
+
+def likely(logits: Any) -> float:
+    return float(jax.nn.softmax(logits)[0])
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_a_step_makes_what_was_rewarded_likelier(name):
+    algorithm = grpo(**LEARNS[name])
+    before, after = descend(algorithm, bandit(cut=3), [1, 0, 0, 0], START, START)
+    assert likely(after) > likely(before) + 0.004
+    before, after = descend(algorithm, bandit(cut=3), [0, 1, 1, 1], START, START)
+    assert likely(after) < likely(before) - 0.004
+    # what is the same for all teaches nothing: exactly
+    before, after = descend(algorithm, bandit(), [0.1] * 4, START, START)
+    np.testing.assert_allclose(
+        after, before, atol=0 if algorithm.needs_reference is False else 1e-7
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo without kl", "dr. grpo", "dapo", "rloo"])
+def test_more_passes_go_further_until_the_clip_stops_them(name):
+    algorithm = grpo(**{**LEARNS[name], "kl_weight": 0.0})
+    path = descend(algorithm, bandit(), [1, 0, 0, 0], START, START, passes=60)
+    likelihoods = [likely(logits) for logits in path]
+    assert all(b > a for a, b in zip(likelihoods[:3], likelihoods[1:4], strict=True))
+    # at last every token that is still pulled was clipped: nothing moves any more
+    np.testing.assert_array_equal(path[-1], path[-2])
+    ratio = np.exp(np.asarray(logps_of(path[-1]) - logps_of(START)))[0, :, 0]
+    high = 1 + LEARNS[name].get("clip_high", 0.2)
+    assert ratio[0] > high and np.all(ratio[1:] < 0.8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kl_estimator": "k2"},
+        {"kl_estimator": "k3"},
+        {"kl_estimator": "k3_weighted"},
+        {"kl_in": "reward", "kl_estimator": "k1", "advantage": "centered"},
+    ],
+    ids=str,
+)
+def test_kl_pulls_towards_the_reference(settings):
+    """From the even policy, of which a group of every arm once is a fair sample."""
+    even = jnp.zeros(ARMS)
+    algorithm = grpo(kl_weight=1.0, reduction="sequence_mean", **settings)
+    before, after = descend(algorithm, bandit(even), [0.5] * 4, even, SKEWED)
+
+    def kl(logits: Any) -> float:
+        logps = jax.nn.log_softmax(logits)
+        return float(jnp.sum(jnp.exp(logps) * (logps - SKEWED)))
+
+    assert kl(after) < kl(before) - 0.01
+    # the order of the arms becomes the reference's
+    assert np.all(np.diff(after) > 0)
+
+
+def test_sft_makes_the_data_likelier():
+    rollout = bandit(behavior=jnp.zeros(ARMS))
+    rollout = rollout._replace(mask=rollout.mask & (jnp.arange(ARMS) == 0)[:, None])
+    path = descend(sft(), rollout, [0, 0, 0, 0], START, START, passes=2)
+    assert likely(path[0]) + 0.05 < likely(path[1]) < likely(path[2])
