@@ -36,7 +36,7 @@ setup(
         "ml_collections>=1.0",
         "ml_dtypes>=0.5",
         "numpy>=2.0",
-        "optax>=0.2.6",
+        "optax>=0.2.8",
         "orbax-checkpoint>=0.12",
         "tensorboardX>=2.6.2",
         "tokenizers>=0.22.2",

@@ -6,7 +6,7 @@ model is still often wrong. Stage `grpo` rewards correctness and format, on fres
 
 import ml_collections
 
-NUMBERS = {"min_terms": 4, "max_terms": 6, "max_operand": 5, "max_partial": 9}
+NUMBERS = {"min_terms": 6, "max_terms": 6, "max_operand": 5, "max_partial": 9}
 REWARDS = {"correctness": {"reward": 2.0}, "thinking": {"reward": 1.0}}
 
 
@@ -43,9 +43,9 @@ def get_config() -> ml_collections.ConfigDict:
             **NUMBERS,
         },
         "optimizer": {
-            "learning_rate": 1e-3,
+            "learning_rate": 3e-3,
             "schedule": "cosine",
-            "warmup_steps": 50,
+            "warmup_steps": 30,
             "final_scale": 0.1,
             "b2": 0.99,
             "weight_decay": 0.01,
@@ -70,12 +70,12 @@ def get_config() -> ml_collections.ConfigDict:
         "rewards": REWARDS,
         "sampling": {"num_generations": 8, "temperature": 1.0},
         "optimizer": {
-            "learning_rate": 3e-4,
+            "learning_rate": 5e-4,
             "schedule": "linear",
             "final_scale": 0.1,
             "b2": 0.99,
         },
-        "num_steps": 60,
+        "num_steps": 50,
         "prompts_per_step": 32,
         "max_prompt_length": 13,
         "max_completion_length": 36,

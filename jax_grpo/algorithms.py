@@ -106,8 +106,13 @@ def grpo(
     """
     if advantage not in ADVANTAGES:
         raise ValueError(f"advantage {advantage!r} is not one of: {', '.join(ADVANTAGES)}")
-    if kl_weight < 0:
-        raise ValueError(f"kl_weight is {kl_weight}: it must be 0 (no reference) or positive")
+    for name, number in (
+        ("kl_weight", kl_weight),
+        ("clip_low", clip_low),
+        ("clip_high", clip_high),
+    ):
+        if not number >= 0:  # NaN, too
+            raise ValueError(f"{name} is {number}: it must be 0 or positive")
     for name, value, known in (
         ("ratio_level", ratio_level, ("token", "sequence")),
         ("truncated", truncated, ("keep", "mask", "zero")),
@@ -124,21 +129,19 @@ def grpo(
     def experience(
         rollout: Rollout, rewards: Rewards, scores: Scores, state: PyTree
     ) -> tuple[Experience, PyTree]:
+        if kl_weight > 0 and scores.reference_logps is None:
+            raise ValueError("kl_weight is not 0, so log-probs of the reference are needed")
         weights = jnp.asarray(reward_weights or [1.0] * rewards.values.shape[-1], jnp.float32)
         total, valid = adv.total_reward(rewards.values, rewards.valid, weights)
         mask = (rollout.mask & valid[..., None]).astype(jnp.float32)
-        sampled = (
-            mask  # a cut completion that leaves the loss still pays for its KL in the baseline
-        )
-        mask, total = losses.handle_truncated(truncated, mask, total, rollout.truncated)
-        if scores.reference_logps is not None and kl_in == "reward":
-            behavior = rollout.behavior_logps
-            total = losses.kl_in_reward(
-                total, behavior, scores.reference_logps, sampled, kl_weight, kl_estimator
-            )
+        counted, total = losses.handle_truncated(truncated, mask, total, rollout.truncated)
+        behavior, reference = rollout.behavior_logps, scores.reference_logps
+        if reference is not None and kl_in == "reward":  # those cut pay for their KL, too
+            total = losses.kl_in_reward(total, behavior, reference, mask, kl_weight, kl_estimator)
         advantages = ADVANTAGES[advantage](total, valid)
-        reference = scores.reference_logps if penalised_loss else None
-        return Experience(advantages, mask, rollout.behavior_logps, reference), state
+        return Experience(
+            advantages, counted, behavior, reference if penalised_loss else None
+        ), state
 
     def loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
         mask, logps = experience.mask, outputs.logps

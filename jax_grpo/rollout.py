@@ -7,18 +7,29 @@ changing them does not compile again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_grpo.arrays import shard_batch
 from jax_grpo.logprobs import log_softmax_at, logits
 from jax_grpo.models.config import LlamaConfig
-from jax_grpo.models.llama import empty_cache, forward, head, unstack_layers
+from jax_grpo.models.llama import (
+    cast_params,
+    empty_cache,
+    forward,
+    head,
+    param_axes,
+    param_shapes,
+    unstack_layers,
+)
 from jax_grpo.sampling import EVERYTHING, Truncation, draw, draw_keys
+from jax_grpo.sharding import param_shardings
 from jax_grpo.types import Params, PromptBatch, Rollout
 
 
@@ -32,6 +43,27 @@ class DecodeState(NamedTuple):
     lengths: Array  # [P, G] int32
     ended: Array  # [P, G] bool: an end token was drawn
     cache: Any  # N x KeyValues [P, G, C, K, d]
+
+
+def make_sampling_copy(
+    config: LlamaConfig, mesh: Mesh, dtype: DTypeLike
+) -> Callable[[Params], Params]:
+    """A jitted function from parameters to those that the sampler wants.
+
+    They are cast, gathered over `fsdp` and spread over `tensor` alone, so that the decode loop
+    moves no weights, and their layers are unstacked, so that it slices none.
+    """
+    shardings = param_shardings(param_axes(config), param_shapes(config), mesh, "sampling")
+    per_layer = jax.tree.map(
+        lambda s: NamedSharding(mesh, PartitionSpec(*s.spec[1:])), shardings["layers"]
+    )
+    unstacked = {**shardings, "layers": (per_layer,) * config.num_layers}
+
+    def copy(params: Params) -> Params:
+        cast = cast_params(params, dtype)
+        return unstack_layers(jax.lax.with_sharding_constraint(cast, shardings))
+
+    return jax.jit(copy, out_shardings=unstacked)
 
 
 def generate(

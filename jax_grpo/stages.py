@@ -16,11 +16,11 @@ from jax.typing import DTypeLike
 from jax_grpo import data
 from jax_grpo.evaluate import Verifiers, evaluate
 from jax_grpo.models.config import LlamaConfig
-from jax_grpo.models.llama import cast_params, param_axes, param_shapes, unstack_layers
-from jax_grpo.rollout import generate
+from jax_grpo.models.llama import cast_params, param_axes, param_shapes
+from jax_grpo.rollout import generate, make_sampling_copy
 from jax_grpo.sampling import Truncation, purpose_key
-from jax_grpo.scoring import Layout, score
-from jax_grpo.sharding import param_shardings, replicated, state_shardings
+from jax_grpo.scoring import Layout, plan, score
+from jax_grpo.sharding import batch_sharding, param_shardings, replicated, state_shardings
 from jax_grpo.step import init_state, make_update, split
 from jax_grpo.types import (
     Algorithm,
@@ -119,6 +119,7 @@ class Taken(NamedTuple):
     state: TrainState
     metrics: dict[str, Any]  # device arrays among them
     batch: Batch
+    extra: Mapping[str, list[Any]] = {}  # columns that rewards gave by `log_extra`
 
 
 def abstract_params(model: Model) -> Params:
@@ -133,18 +134,13 @@ def abstract_params(model: Model) -> Params:
 def compile_stage(model: Model, stage: Stage) -> Functions:
     """Jits the functions of a stage for the model's mesh; nothing is compiled yet."""
     config, mesh, dtype = model.config, model.mesh, model.compute_dtype
-    axes, abstract = param_axes(config), abstract_params(model)
+    abstract = abstract_params(model)
     training = jax.tree.map(lambda x: x.sharding, abstract)
-    sampling = param_shardings(axes, abstract, mesh, "sampling")
     shapes = jax.eval_shape(lambda p: init_state(p, stage.optimizer, stage.algorithm), abstract)
     shardings = state_shardings(shapes, abstract, training, mesh)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
-
-    def sampling_copy(params: Params) -> Params:
-        cast = cast_params(params, dtype)
-        return unstack_layers(jax.lax.with_sharding_constraint(cast, sampling))
 
     def reference_copy(params: Params) -> Params:
         # A real copy: a cast to the same dtype would alias, and a donated update delete it.
@@ -181,7 +177,7 @@ def compile_stage(model: Model, stage: Stage) -> Functions:
         logits_chunk=stage.logits_chunk,
     )
     return Functions(
-        sampling_copy=jax.jit(sampling_copy),
+        sampling_copy=make_sampling_copy(config, mesh, dtype),
         reference_copy=jax.jit(reference_copy, out_shardings=training),
         generate=sampler,
         score=jax.jit(reference_logps),
@@ -192,23 +188,56 @@ def compile_stage(model: Model, stage: Stage) -> Functions:
     )
 
 
+def abstract_calls(model: Model, stage: Stage) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Every jitted function of a policy stage, with shapes and shardings for its arguments.
+
+    What it takes to lower and compile the stage, or to check its shapes, on a mesh of devices that
+    are not there: `function.lower(*arguments)` under `jax.set_mesh(model.mesh)`.
+    """
+    assert stage.sampling is not None and stage.verifiers is not None
+    run, mesh = compile_stage(model, stage), model.mesh
+    P, G, R = stage.prompts_per_step, stage.sampling.num_generations, len(stage.verifiers.names)
+
+    def spread(tree: Any) -> Any:
+        where = lambda x: batch_sharding(mesh) if x.ndim else replicated(mesh)  # noqa: E731
+        struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))  # noqa: E731
+        return jax.tree.map(struct, tree)
+
+    params = run.state.params
+    L = stage.prompt_length
+    whole: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((P, L), (P,), (P,))]
+    prompts = PromptBatch(*whole)
+    key = spread(jax.eval_shape(lambda: jax.random.key(0)))
+    scalars = (jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
+    drawing = (jax.eval_shape(run.sampling_copy, params), spread(prompts), key, *scalars)
+    rollout = spread(jax.eval_shape(run.generate, *drawing))
+    layout = spread(jax.eval_shape(plan, rollout))
+    scoring = (jax.eval_shape(run.reference_copy, params), layout)
+    values = jax.ShapeDtypeStruct((P, G, R), jnp.float32)
+    rewards = Rewards(*spread((values, values.update(dtype=jnp.bool_))))
+    reference = spread(jax.eval_shape(run.score, *scoring))
+    scores = Scores(reference_logps=reference if stage.algorithm.needs_reference else None)
+    judging = (rollout, rewards, scores, run.state.algorithm_state)
+    experience = spread(jax.eval_shape(run.experience, *judging)[0])
+    part = lambda x: x.update(shape=(x.shape[0] // stage.minibatches, *x.shape[1:]))  # noqa: E731
+    return {
+        "sampling_copy": (run.sampling_copy, (params,)),
+        "generate": (run.generate, drawing),
+        "score": (run.score, scoring),
+        "experience": (run.experience, judging),
+        "update": (run.update, (run.state, *jax.tree.map(part, (layout, experience)))),
+    }
+
+
 def compile_evaluation(
     model: Model, evaluation: Evaluation
 ) -> Callable[[Params, int], dict[str, float]]:
     """A function from float32 parameters and a seed to measures on held-out prompts."""
-    sampling = param_shardings(
-        param_axes(model.config), param_shapes(model.config), model.mesh, "sampling"
-    )
-
-    @jax.jit
-    def sampling_copy(params: Params) -> Params:
-        cast = cast_params(params, model.compute_dtype)
-        return unstack_layers(jax.lax.with_sharding_constraint(cast, sampling))
+    sampling_copy = make_sampling_copy(model.config, model.mesh, model.compute_dtype)
 
     @functools.partial(jax.jit, static_argnums=3)
     def draw(params: Params, prompts: PromptBatch, key: Array, greedy: bool) -> Rollout:
         limit = evaluation.max_new_tokens
-        ends = model.end_ids
         return generate(
             model.config,
             params,
@@ -216,7 +245,7 @@ def compile_evaluation(
             key,
             1.0,
             limit,
-            end_ids=ends,
+            end_ids=model.end_ids,
             num_generations=1,
             max_completion_length=limit,
             greedy=greedy,

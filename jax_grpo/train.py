@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -73,7 +74,6 @@ def policy_step(
       reference: parameters of the reference model, where the algorithm needs one.
       step: from 0; with the stage's seed it decides prompts and draws.
       dispatched: called while the device samples.
-
     """
     assert stage.sampling is not None and stage.verifiers is not None
     assert isinstance(stage.data, data.Prompts)
@@ -96,13 +96,15 @@ def policy_step(
 
     # Verifiers run here while the device scores the reference.
     logged: dict[str, list[float]] = {}
+    extra: dict[str, list[Any]] = {}
     rewards = judge(
         stage.verifiers,
         model.tokenizer,
         stage.data,
         completions,
-        trainer_state={"global_step": step, "max_steps": stage.num_steps},
+        trainer_state=SimpleNamespace(global_step=step, max_steps=stage.num_steps),
         log_metric=lambda name, value: logged.setdefault(name, []).append(float(value)),
+        log_extra=lambda column, values: extra.update({column: list(values)}),
     )  # [P, G, R]
     judged = time.monotonic()
 
@@ -122,7 +124,7 @@ def policy_step(
         "seconds/rollout": sampled - start,
         "seconds/rewards": judged - sampled,
     }
-    return Taken(state, measured, batch)
+    return Taken(state, measured, batch, extra)
 
 
 def dataset_step(
@@ -236,6 +238,9 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> tu
                 "tokens_per_second/update": new_tokens / max(seconds, 1e-9),
             }
         )
+        if taken.extra and jax.process_index() == 0:
+            # What rewards said by log_extra: a step that is taken again replaces its own file.
+            write_json(workdir / "extra" / f"{stage.name}-{step}.json", taken.extra)
         writers.record(step, taken.metrics)
         _, values = writers.flush() or (step, {})
         skipped += values["finite"] < 1
@@ -301,6 +306,11 @@ def train(
     summary: dict[str, Any] = {"stages": {}}
     if file.exists():
         summary = json.loads(file.read_text())
+
+    def save(summary: Mapping[str, Any]) -> None:
+        if jax.process_index() == 0:
+            write_json(file, summary)
+
     measure = compile_evaluation(model, evaluation) if evaluation else lambda params, seed: {}
     params: Params | None = None
     with jax.set_mesh(model.mesh):
@@ -311,10 +321,10 @@ def train(
                 params = initial() if i == 0 else _params_after(model, stages[i - 1], workdir)
             if "before" not in summary:
                 summary["before"] = measure(params, stage.seed)
-                _write(file, summary)
+                save(summary)
             params, seconds = train_stage(model, stage, params, workdir)
             summary["stages"][stage.name] = {**measure(params, stage.seed), "seconds": seconds}
-            _write(file, summary)
+            save(summary)
     return summary
 
 
@@ -328,9 +338,9 @@ def _params_after(model: Model, stage: Stage, workdir: Path) -> Params:
     return restored[1]
 
 
-def _write(file: Path, summary: Mapping[str, Any]) -> None:
+def write_json(file: Path, content: Any) -> None:
     """Replaces a JSON file at once, so that a kill leaves the old one or the new one."""
-    if jax.process_index() == 0:
-        draft = file.with_suffix(".tmp")
-        draft.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(draft, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".tmp")
+    draft.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    os.replace(draft, file)

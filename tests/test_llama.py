@@ -57,6 +57,14 @@ P, G, L, C = 2, 3, 5, 4
 PROMPT_LENGTHS = np.array([5, 2])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Compiling is most of the work here, and less optimised code is as right."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def random_params(config: LlamaConfig, seed: int = 0) -> Any:
     """Parameters that all matter: also biases are not 0 and norms not 1."""

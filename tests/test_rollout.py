@@ -37,6 +37,14 @@ ENDS = (1, 2, 5)
 TRUNCATION = Truncation(top_k=12, top_p=0.9, min_p=0.05)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Compiling is most of the work here, and less optimised code is as right."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def params() -> Any:
     """Random ones; what leads to the width D is not round 0, so that tokens differ a lot."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +32,14 @@ PROMPT_LENGTHS = np.array([5, 1, 3])
 # empty, one token, all but one, full
 LENGTHS = np.array([[7, 1, 0, 6], [2, 7, 5, 1], [4, 3, 7, 0]])
 EXISTS = np.arange(C) < LENGTHS[..., None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Compiling is most of the work here, and less optimised code is as right."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

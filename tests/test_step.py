@@ -7,6 +7,7 @@ lines of NumPy give exactly; that it holds for a Llama, on one device and on eig
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -45,6 +46,15 @@ from jax_grpo.types import (
 
 P, G, C = 8, 4, 6
 SGD = optax.sgd(1.0)  # the step is the gradient
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Compiling is most of the work here, and less optimised code is as right."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 # --- A table of bigrams in the place of the model ------------------------------------------------
 

@@ -69,7 +69,7 @@ def configure(
     try:
         check_types(function, keys)
         return function(**keys, **given)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise BadInput(f"config.{path}: {' '.join(str(error).split())}") from error
 
 

@@ -29,11 +29,9 @@ from jax_grpo.commands.common import (
     write_lines,
 )
 from jax_grpo.data import completion_texts, encode_prompts, load_rows, prompt_batch
-from jax_grpo.models import hf
-from jax_grpo.models.llama import cast_params, param_axes, unstack_layers
-from jax_grpo.rollout import generate
+from jax_grpo.rollout import generate, make_sampling_copy
 from jax_grpo.sampling import Truncation, purpose_key
-from jax_grpo.sharding import batch_shards, make_mesh, param_shardings, put_batch
+from jax_grpo.sharding import batch_shards, make_mesh, put_batch
 
 GENERATION = 2  # the purpose, as a part of sampling keys; train has 0 and 1
 
@@ -105,7 +103,7 @@ def run(values: flags.FlagValues) -> int:
     size = pad_to_multiple(min(values.batch, len(index)), batch_shards(mesh))
 
     def lines() -> Iterator[dict[str, Any]]:
-        params = sampling_copy(model, mesh, dtype)
+        params = make_sampling_copy(model.config, mesh, dtype)(model.params)
         for start in range(0, len(index), size):
             at = np.arange(start, start + size) % len(index)
             rows_at: Any = index[at].astype(np.int32)
@@ -132,15 +130,3 @@ def run(values: flags.FlagValues) -> int:
         count = write_lines(values.out, lines())
     print(f"{count} completions in {values.out}", file=sys.stderr)
     return 0
-
-
-def sampling_copy(model: hf.Loaded, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
-    """The parameters as the sampler wants them: cast, spread over `tensor`, layers unstacked."""
-    shardings = param_shardings(param_axes(model.config), model.params, mesh, "sampling")
-
-    @jax.jit
-    def copy(params: Any) -> Any:
-        cast = cast_params(params, dtype)
-        return unstack_layers(jax.lax.with_sharding_constraint(cast, shardings))
-
-    return copy(model.params)

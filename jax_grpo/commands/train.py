@@ -371,8 +371,11 @@ def load_data(
     rows = load_rows(**given, columns=("prompt",))
     rows = rows[: limit or None]
     if completion_length and "completion" in rows[0]:
+        chat = encoding.get("chat") or not isinstance(rows[0]["prompt"], str)
+        turn = hf.end_of_turn(model.tokenizer) if chat else None
+        end_id = model.tokenizer.eos_token_id if turn is None else turn
         demonstrations = encode_demonstrations(
-            rows, model.tokenizer, model.end_ids[-1], prompt_length, completion_length, **encoding
+            rows, model.tokenizer, end_id, prompt_length, completion_length, **encoding
         )
         return Prompts([], [], [], 0), demonstrations
     return encode_prompts(rows, model.tokenizer, prompt_length, **encoding), None

@@ -79,9 +79,7 @@ _SMOL: dict[str, Any] = {"rope_theta": 100000.0, "tie_word_embeddings": True}
 
 # As their authors published them. The quickstart replaces `vocab_size` of `tiny`.
 PRESETS: Mapping[str, LlamaConfig] = {
-    "tiny": _preset(
-        32, 128, 384, 2, (4, 4), 512, tie_word_embeddings=True, initializer_range=0.06
-    ),
+    "tiny": _preset(32, 128, 384, 2, (4, 4), 512, tie_word_embeddings=True, initializer_range=0.06),
     "smollm2-135m": _preset(49152, 576, 1536, 30, (9, 3), 8192, initializer_range=1 / 24, **_SMOL),
     "smollm2-360m": _preset(49152, 960, 2560, 32, (15, 5), 8192, **_SMOL),
     "smollm2-1.7b": _preset(

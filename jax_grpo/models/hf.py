@@ -146,7 +146,7 @@ def read_metadata(
 
 def _download(model_id: str) -> Path:
     """The local snapshot of a model on the hub."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model_id) or model_id.endswith(".gguf"):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model_id) or model_id.endswith(".gguf"):
         raise FileNotFoundError(f"{model_id}: no such model directory or .gguf file")
     import huggingface_hub  # slow to import and seldom needed
 
@@ -406,11 +406,11 @@ def find_end_ids(
         ids.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    turn = _end_of_turn(tokenizer)
+    turn = end_of_turn(tokenizer)
     return tuple(sorted(ids if turn is None else ids | {turn}))
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template puts after an assistant's turn."""
     if not tokenizer.chat_template:
         return None

@@ -42,7 +42,10 @@ def import_object(path: str) -> Any:
         assert spec is not None and spec.loader is not None  # true of every .py file
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # it is a program of the user's
+            raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
         where = file
     else:
         where, _, name = path.rpartition(".")
