@@ -75,7 +75,7 @@ def get_config() -> ml_collections.ConfigDict:
             "final_scale": 0.1,
             "b2": 0.99,
         },
-        "num_steps": 50,
+        "num_steps": 70,
         "prompts_per_step": 32,
         "max_prompt_length": 13,
         "max_completion_length": 36,

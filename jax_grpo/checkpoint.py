@@ -37,8 +37,8 @@ def open_checkpoints(
     """
     if every < 1 or keep < 1:
         raise ValueError(f"every and keep must be at least 1, got every={every}, keep={keep}")
-    _quieten_orbax()
-    options = ocp.CheckpointManagerOptions(
+    return _open(
+        directory,
         save_decision_policy=_managers.AnySavePolicy(
             [_managers.FixedIntervalPolicy(every), _managers.PreemptionCheckpointingPolicy()]
         ),
@@ -46,8 +46,14 @@ def open_checkpoints(
         cleanup_tmp_directories=True,
         enable_async_checkpointing=True,
     )
+
+
+def _open(directory: str | os.PathLike[str], **options: Any) -> ocp.CheckpointManager:
+    _quieten_orbax()
     return ocp.CheckpointManager(
-        _absolute(directory), options=options, item_names=("params", "state", "meta")
+        _absolute(directory),
+        options=ocp.CheckpointManagerOptions(**options),
+        item_names=("params", "state", "meta"),
     )
 
 
@@ -108,18 +114,31 @@ def restore_latest(
     return step, items.state._replace(params=items.params), items.meta
 
 
-def restore_params(
-    manager: ocp.CheckpointManager, abstract_params: Params
-) -> tuple[int, Params, dict[str, Any]] | None:
-    """Reads the parameters of the newest whole checkpoint, and nothing else of it.
+def read_params(
+    directory: str | os.PathLike[str], abstract_params: Params
+) -> tuple[int, Params] | None:
+    """Reads the parameters of the newest whole checkpoint of a directory, and nothing else.
 
-    Args, returns and raises as `restore_latest`, for parameters in place of a state.
+    A run may be writing there: what it has not finished is left alone.
+
+    Args:
+      directory: as of `open_checkpoints`.
+      abstract_params: the parameters as `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+      (step, params), or None when there is no checkpoint.
+
+    Raises:
+      ValueError: the checkpoint holds other arrays than `abstract_params` asks for.
     """
-    restored = _restore(manager, params=ocp.args.StandardRestore(abstract_params))
-    if restored is None:
+    if not os.path.isdir(directory) and "://" not in os.fspath(directory):
         return None
-    step, items = restored
-    return step, items.params, items.meta
+    manager = _open(directory, create=False)
+    try:
+        restored = _restore(manager, params=ocp.args.StandardRestore(abstract_params))
+    finally:
+        manager.close()
+    return restored and (restored[0], restored[1].params)
 
 
 def _restore(manager: ocp.CheckpointManager, **items: Any) -> tuple[int, Any] | None:

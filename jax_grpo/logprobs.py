@@ -57,7 +57,10 @@ def log_softmax_at(scores: Array, tokens: Array) -> Array:
     # A masked sum rather than a gather: it stays local where V is spread over devices.
     ids = jax.lax.broadcasted_iota(tokens.dtype, scores.shape, scores.ndim - 1)
     hit = ids == tokens[..., None]
-    return jnp.sum(jnp.where(hit, scores, 0.0), axis=-1) - jax.nn.logsumexp(scores, axis=-1)
+    # With the largest taken off first, no digits are lost to large scores.
+    scores = scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    picked = jnp.sum(jnp.where(hit, scores, 0.0), axis=-1)
+    return picked - jnp.log(jnp.sum(jnp.exp(scores), axis=-1))
 
 
 def entropy_of(scores: Array) -> Array:

@@ -88,7 +88,7 @@ def generate(
       prompts: right-padded prompts `[P, L]`, each at least one token long.
       key: of this rollout; draws depend on it, the data row, the completion and the position.
       temperature: τ > 0, traced; ignored when greedy, where log-probs are at 1.
-      max_new_tokens: traced limit on completion tokens, at most `max_completion_length`.
+      max_new_tokens: traced limit on completion tokens, 1 to `max_completion_length`.
       end_ids: tokens that end a completion; they belong to it and to its mask.
       num_generations: G.
       max_completion_length: C, the size of the buffers.

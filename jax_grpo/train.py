@@ -191,7 +191,7 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> tu
       The parameters at its end, and the seconds that it took, earlier parts included.
 
     Raises:
-      Diverged: after more than `max_skipped` updates in a row that were not finite.
+      Diverged: when more than `max_skipped` updates were not finite.
     """
     run = compile_stage(model, stage)
     began = time.monotonic()
@@ -330,11 +330,12 @@ def train(
 
 def _params_after(model: Model, stage: Stage, workdir: Path) -> Params:
     """The parameters that a finished stage left."""
-    manager = checkpoint.open_checkpoints(workdir / "checkpoints" / stage.name, every=1)
-    restored = checkpoint.restore_params(manager, abstract_params(model))
-    checkpoint.close(manager)
+    directory = workdir / "checkpoints" / stage.name
+    restored = checkpoint.read_params(directory, abstract_params(model))
     if restored is None:
-        raise ValueError(f"stage {stage.name} is finished but left no checkpoint in {workdir}")
+        raise ValueError(
+            f"stage {stage.name} is finished but there is no checkpoint in {directory}"
+        )
     return restored[1]
 
 

@@ -29,9 +29,13 @@ def get_config(what=""):
     config.evaluation.data.count = 12
     config.evaluation.batch = 8
     config.evaluation.max_new_tokens = 8
+    for data in (config.evaluation.data, config.sft.data, config.grpo.data):
+        data.min_terms = data.max_terms = 4
+        data.max_operand, data.max_partial = 5, 9
     for stage in (config.sft, config.grpo):
         stage.data.count = 40
-        stage.data.min_terms = stage.data.max_terms = 4
+        stage.optimizer.b2 = 0.99
+        stage.optimizer.final_scale = 0.1
         stage.num_steps = 4
         stage.prompts_per_step = 8
         stage.max_prompt_length = 9
@@ -39,7 +43,9 @@ def get_config(what=""):
         stage.log_every = 2
     config.sft.data.thinking_share = 0.0
     config.sft.max_completion_length = 4
+    config.sft.optimizer.learning_rate = 1e-3
     config.sft.optimizer.warmup_steps = 1
+    config.grpo.optimizer.learning_rate = 3e-4
     config.grpo.max_completion_length = 8
     config.grpo.sampling.num_generations = 4
     if what == "silent":

@@ -241,10 +241,10 @@ def test_sft_is_worth_1_wherever_the_data_speaks():
 #
 # One prompt, four completions; the last token of the third does not count, nor the whole fourth.
 #
-#   advantage   1           -1           -1          2
+#   advantage   2           -1           -1          2
 #   ratio       1.5  0.5    0.5  4       1  -        -  -
 #   loss at a clip of 0.2: -min(ratio A, clip A)
-#               -1.2 -0.5   0.8  4       1
+#               -2.4 -1     0.8  4       1
 #   clipped     high        low
 
 LOG2 = float(np.log(2))
@@ -254,17 +254,20 @@ LOGPS = np.log(np.array([[[0.6, 0.2], [0.25, 0.8], [0.5, 0.9], [0.3, 0.6]]]))
 # π_ref / π: 2 1  1/2 1  2 -  - -
 REFERENCE_RATIO = np.array([[[2.0, 1.0], [0.5, 1.0], [2.0, 99.0], [9.0, 9.0]]])
 HAND = Experience(
-    jnp.array([[1.0, -1.0, -1.0, 2.0]]),
+    jnp.array([[2.0, -1.0, -1.0, 2.0]]),
     jnp.asarray(COUNTS),
     jnp.asarray(LOGPS - np.log(RATIO), jnp.float32),
     jnp.asarray(LOGPS + np.log(REFERENCE_RATIO), jnp.float32),
 )
 OUTPUTS = Outputs(jnp.asarray(LOGPS, jnp.float32), jnp.asarray(np.arange(8.0).reshape(1, 4, 2)))
-POLICY_SUMS = {
-    # (-1.2 - 0.5) / 2 + (0.8 + 4) / 2 + 1, of three completions
-    "sequence_mean": ({}, (-0.85 + 2.4 + 1, 3)),
-    "token_mean": ({}, (-1.7 + 4.8 + 1, 5)),
-    "constant_length": ({"reduction_length": 10}, (-1.7 + 4.8 + 1, 30)),
+# k3 of d = ln(π_ref / π): ln 2, 0 | -ln 2, 0 | ln 2
+K3 = np.array([1 - LOG2, 0, LOG2 - 0.5, 0, 1 - LOG2])
+# settings, the sum of the policy loss, that of k3, the weight of both
+REDUCTIONS: dict[str, tuple[dict[str, Any], float, float, float]] = {
+    # the first four halved, of three completions
+    "sequence_mean": ({}, -1.7 + 2.4 + 1, K3 @ [0.5, 0.5, 0.5, 0.5, 1], 3),
+    "token_mean": ({}, -3.4 + 4.8 + 1, K3.sum(), 5),
+    "constant_length": ({"reduction_length": 10}, -3.4 + 4.8 + 1, K3.sum(), 3 * 10),
 }
 
 
@@ -272,11 +275,12 @@ def pair(term: Any) -> tuple[float, float]:
     return float(term.sum), float(term.weight)
 
 
-@pytest.mark.parametrize("reduction", POLICY_SUMS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_terms_by_hand(reduction):
-    settings, expected = POLICY_SUMS[reduction]
+    settings, policy, kl, weight = REDUCTIONS[reduction]
     terms = grpo(reduction=reduction, kl_weight=0.3, **settings).loss(OUTPUTS, HAND)
-    assert pair(terms["policy_loss"]) == pytest.approx(expected, rel=1e-5)
+    assert pair(terms["policy_loss"]) == pytest.approx((policy, weight), rel=1e-5)
+    assert pair(terms["kl"]) == pytest.approx((kl, weight), rel=1e-5)
     # of five tokens: ratios 1.5 + 0.5 + 0.5 + 4 + 1; entropies 0 + 1 + 2 + 3 + 4; one high, one low
     assert pair(terms["ratio"]) == pytest.approx((7.5, 5), rel=1e-5)
     assert pair(terms["entropy"]) == (10, 5)
@@ -292,8 +296,7 @@ def test_terms_by_hand(reduction):
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        # d = ln 2, 0 | -ln 2, 0 | ln 2:  k3 = 1 - ln 2, 0 | ln 2 - 1/2, 0 | 1 - ln 2
-        ({}, 2 * (1 - LOG2) + LOG2 - 0.5),
+        ({}, K3.sum()),
         # half of squares of ln 2, thrice
         ({"kl_estimator": "k2"}, 1.5 * LOG2**2),
         # by the tokens' ratios 1.5, 0.5, 1, however the loss weighs its own
@@ -314,13 +317,13 @@ def test_kl_in_the_loss_by_hand(settings, expected):
     "settings, expected",
     [
         # 1.5 is let through below 1.6, 0.5 above 0.4
-        ({"clip_low": 0.6, "clip_high": 0.6}, -1.5 - 0.5 + 0.5 + 4 + 1),
-        ({"clip_high": 0.6}, -1.5 - 0.5 + 0.8 + 4 + 1),
-        ({"clip_low": 0.6}, -1.2 - 0.5 + 0.5 + 4 + 1),
+        ({"clip_low": 0.6, "clip_high": 0.6}, -3 - 1 + 0.5 + 4 + 1),
+        ({"clip_high": 0.6}, -3 - 1 + 0.8 + 4 + 1),
+        ({"clip_low": 0.6}, -2.4 - 1 + 0.5 + 4 + 1),
         # the dual clip bounds the 4 of a bad token
-        ({"dual_clip": 3.0}, -1.2 - 0.5 + 0.8 + 3 + 1),
+        ({"dual_clip": 3.0}, -2.4 - 1 + 0.8 + 3 + 1),
         # of sequences: sqrt(1.5 · 0.5), sqrt(0.5 · 4), 1; all tokens of one alike
-        ({"ratio_level": "sequence"}, 2 * -np.sqrt(0.75) + 2 * np.sqrt(2) + 1),
+        ({"ratio_level": "sequence"}, 2 * -2 * np.sqrt(0.75) + 2 * np.sqrt(2) + 1),
     ],
     ids=str,
 )
@@ -381,12 +384,11 @@ def descend(
     judged = Rewards(values, jnp.ones(values.shape, bool))
     experience, _ = algorithm.experience(rollout, judged, scores, algorithm.state)
 
-    @jax.jit
-    @jax.grad
-    def gradient(logits):
+    def loss(logits: jax.Array) -> jax.Array:
         terms = algorithm.loss(Outputs(logps_of(logits)), experience).values()
-        return sum(jnp.float32(t.coefficient) * t.sum / t.weight for t in terms)
+        return sum((t.coefficient * t.sum / t.weight for t in terms), jnp.float32(0))
 
+    gradient = jax.jit(jax.grad(loss)) if passes > 1 else jax.grad(loss)
     path = [start]
     for _ in range(passes):
         path.append(path[-1] - 0.3 * gradient(path[-1]))

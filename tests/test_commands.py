@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -224,8 +225,9 @@ COMPLETE = {
         ({"model": "tiny"}, "config.model is 'tiny' and not a section"),
         ({"seeds": 3}, "no key 'seeds'; valid keys: seed, dtype, model, mesh, stages, evaluation"),
         ({"two": {"num_steps": 3}}, "config: no key 'two'; valid keys: seed, dtype, model, mesh, "),
-        ({"seed": -1}, "config.seed is -1: a whole number, 0 or more"),
-        ({"seed": 1.0}, "config.seed is 1.0: a whole number, 0 or more"),
+        ({"seed": -1}, "config.seed is -1: a whole number, 0 to 2**32 - 1"),
+        ({"seed": 1.0}, "config.seed is 1.0: a whole number, 0 to 2**32 - 1"),
+        ({"seed": 2**32}, "config.seed is 4294967296: a whole number, 0 to 2**32 - 1"),
     ],
 )
 def test_what_a_config_must_hold(changes, expected):
@@ -313,7 +315,7 @@ PROBLEM_KEYS = "split, count, seed, min_terms, max_terms, max_operand, max_parti
         ("grpo.rewards={'thinking':2.0}", "rewards.thinking is 2.0 and not a section of settings"),
         ("grpo.rewards={'thinking':{'reward':'a'}}", "reward is 'a', which is no float"),
         ("grpo.rewards={'thinking':{'weight':'a'}}", "thinking.weight is 'a' and not a number"),
-        ("seed=-1", "config.seed is -1: a whole number, 0 or more"),
+        ("seed=-1", "config.seed is -1: a whole number, 0 to 2**32 - 1"),
         # names that there are not
         ("model.preset=huge", "config.model: preset 'huge' is not one of: tiny, smollm2-135m, "),
         ("model.tokenizer=", "config.model: a preset needs a tokenizer"),
@@ -355,6 +357,9 @@ PROBLEM_KEYS = "split, count, seed, min_terms, max_terms, max_operand, max_parti
         ("grpo.optimizer.learning_rate=inf", "learning_rate must be at least 0 and less than inf"),
         ("grpo.num_epochs=1.0", "config.grpo: give one of num_steps and num_epochs, more than 0"),
         ("grpo.num_steps=0", "config.grpo: give one of num_steps and num_epochs, more than 0"),
+        ("grpo.num_steps=-1", "config.grpo: give one of num_steps and num_epochs, more than 0"),
+        ("grpo.num_steps=2147483648", "2147483648 optimizer steps are too many"),
+        ("grpo.sampling.temperature=nan", "config.grpo.sampling: temperatures must be more than"),
         ("grpo.passes=0", "config.grpo: passes must be at least 1, got 0"),
         ("grpo.checkpoint_every=0", "config.grpo: checkpoint_every must be at least 1, got 0"),
         ("grpo.log_every=0", "config.grpo: log_every must be at least 1, got 0"),
@@ -652,7 +657,8 @@ def test_greedy(here, workdir):
         ("--num_generations=0", "flag --num_generations=0: 0 is not a positive integer"),
         ("--max_new_tokens=512", "--max_new_tokens=512 exceeds the model's context"),
         ("--max_new_tokens=511", "no rows left: dropped all 1 prompts longer than 1 tokens"),
-        ("--seed=-1", "flag --seed=-1: -1 is not a non-negative integer"),
+        ("--seed=-1", "flag --seed=-1: -1 is not an integer in the range [0, 4294967295]"),
+        ("--seed=4294967296", "is not an integer in the range [0, 4294967295]"),
         ("--tensor=3", "mesh data -1 x fsdp 1 x tensor 3 does not fit 1 devices"),
         ("--dtype=int8", "dtype 'int8' is not one of: auto, float32, bfloat16"),
         ("--system=Hi", "a system message needs messages as prompts, or chat=True"),
@@ -768,6 +774,22 @@ def test_lines_are_written_whole_or_not_at_all(here):
     assert tree(here) == {"out.jsonl": b"before\n"}
     assert write_lines("out.jsonl", [{"a": "\u2028é"}, {"b": 2}]) == 2
     assert tree(here) == {"out.jsonl": '{"a": "\u2028é"}\n{"b": 2}\n'.encode()}
+
+
+def test_a_run_is_read_while_it_writes(here, workdir):
+    """A checkpoint that `train` is still writing is left alone by whoever reads older ones."""
+    copy = here / "live"
+    shutil.copytree(workdir, copy)
+    checkpoints = copy / "checkpoints" / "sft"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["2", "4"]
+    shutil.copytree(checkpoints / "2", checkpoints / "1")  # more than are kept by default
+    (checkpoints / "6.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
+    before = tree(copy)
+    write_prompts([{"prompt": prompt} for prompt in PROMPTS])
+    rows = generate(copy, "a.jsonl", "--seed=3")
+    assert run("export", f"--model={copy}", "--out=new").code == 0
+    assert tree(copy) == before
+    assert rows == generate(workdir, "b.jsonl", "--seed=3")
 
 
 # --- export --------------------------------------------------------------------------------------

@@ -137,6 +137,15 @@ def test_kept_sets_worked_by_hand(settings, kept):
     assert (logmass[0, 0] == 0.0) == (kept == ALL)
 
 
+def test_the_kept_mass_of_all_is_exactly_1():
+    """And not 1 but for rounding: a log-mass that is not 0 says that something was cut."""
+    scores = jnp.asarray(np.random.default_rng(1).normal(size=(500, 16, 5)), jnp.float32)
+    keys = draw_keys(KEY, jnp.arange(500), 16)
+    for truncation in (Truncation(top_k=5), Truncation(min_p=1e-6)):
+        _, kept = drawer(truncation)(keys, jnp.int32(0), scores)
+        np.testing.assert_array_equal(kept, 0.0)
+
+
 @pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}], ids=str)
 def test_those_as_likely_as_the_last_are_kept_with_it(settings):
     logps = jnp.log(jnp.array([0.1, 0.3, 0.3, 0.3]))

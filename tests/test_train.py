@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -9,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import small_run
 from small_run import Ended, read_lines, run
@@ -18,6 +22,8 @@ from jax_grpo import checkpoint
 from jax_grpo import train as loop
 from jax_grpo.commands.common import load
 from jax_grpo.commands.train import table
+from jax_grpo.models.config import PRESETS
+from jax_grpo.models.llama import init_params
 from jax_grpo.sharding import make_mesh
 
 STEPS = [(stage, step) for stage in ("sft", "grpo") for step in (1, 2, 3, 4)]
@@ -133,7 +139,7 @@ def test_a_run_leaves_a_line_for_each_step(whole):
     expected = [0, *(1e-3 * x for x in cosine), *(3e-4 * (1 - 0.9 * i / 4) for i in range(4))]
     np.testing.assert_allclose([row["learning_rate"] for row in lines], expected, rtol=1e-5)
     # a token is counted once, each stage for itself: prompts once, and completions
-    assert lines[0]["num_tokens"] == 8 * (9 + 3)  # "1+2-1+4=?" and "\boxed{", "6", "}", the end
+    assert lines[0]["num_tokens"] == 8 * (9 + 4)  # "1+2-1+4=?" and "\boxed{", "6", "}", the end
     assert lines[3]["num_tokens"] == 4 * lines[0]["num_tokens"]
 
 
@@ -200,13 +206,15 @@ def test_without_a_workdir_there_is_a_dated_one(config, one_device, tmp_path, mo
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, kind: str, step: int) -> None:
-    """Interrupts the run when a step (from 0) of a kind, `policy` or `dataset`, begins."""
+    """Interrupts the run in a step (from 0) of a kind, `policy` or `dataset`."""
     original: Callable[..., Any] = getattr(loop, f"{kind}_step")
+    position = list(inspect.signature(original).parameters).index("step")
 
     def taken(*args: Any) -> Any:
-        if step in args[4:7]:
+        found = original(*args)
+        if args[position] == step:
             raise KeyboardInterrupt
-        return original(*args)
+        return found
 
     monkeypatch.setattr(loop, f"{kind}_step", taken)
 
@@ -222,13 +230,16 @@ def test_a_run_goes_on_where_it_was(whole, config, one_device, tmp_path, monkeyp
             with pytest.raises(KeyboardInterrupt):
                 run(*command)
         taken.append([(row["stage"], row["step"]) for row in metrics(tmp_path / "w")])
-    # the update before the interrupt was dispatched, and is not looked at any more
-    assert taken[0] == STEPS[:2]
-    assert taken[1] == STEPS[:4]
-    assert taken[2] == STEPS[:6]
+    # a line more than there are steps in checkpoints: the third step is taken again
+    assert taken == [STEPS[:3], STEPS[:4], STEPS[:7]]
     assert list(json.loads((tmp_path / "w/summary.json").read_text())["stages"]) == ["sft"]
+    stages: list[str] = []
+    compile_stage = loop.compile_stage
+    monkeypatch.setattr(
+        loop, "compile_stage", lambda *args: stages.append(args[1].name) or compile_stage(*args)
+    )
     ended = run(*command)
-    assert ended.code == 0
+    assert (ended.code, stages) == (0, ["grpo"])
     assert ended.err.splitlines()[1].startswith("grpo 3/4 ")
     assert metrics(tmp_path / "w") == metrics(workdir)
     assert_identical(params(tmp_path / "w"), params(workdir))
@@ -238,8 +249,6 @@ def test_a_run_goes_on_where_it_was(whole, config, one_device, tmp_path, monkeyp
 
 def newest_state(workdir: Path) -> list[Any]:
     """All arrays of the newest checkpoint but the parameters: moments and counts."""
-    import orbax.checkpoint as ocp
-
     manager = checkpoint.open_checkpoints(workdir / "checkpoints" / "grpo", every=1)
     restored = manager.restore(
         manager.latest_step(), args=ocp.args.Composite(state=ocp.args.StandardRestore())
@@ -263,26 +272,25 @@ def constant(completions, **_):
 async def length(completion_ids, trainer_state, **_):
     """Async; worth the number of tokens."""
     await asyncio.sleep(0)
-    assert trainer_state["max_steps"] == 4
+    assert trainer_state.max_steps == 4
     return [float(len(ids)) for ids in completion_ids]
 
 
-def digits(prompts, completions, answer, log_metric, **_):
+def digits(prompts, completions, answer, log_metric, log_extra, **_):
     """Has nothing to say of the second completion of each group; reads a column."""
+    log_extra("asked", prompts)
     for prompt, right in zip(prompts, answer):
         assert eval(prompt.removesuffix("=?")) == int(right)
     log_metric("mine/characters", sum(map(len, completions)) / len(completions))
     return [None if i % 4 == 1 else float(text[:1].isdigit()) for i, text in enumerate(completions)]
 
 
-def huge(completions, trainer_state, **_):
-    """Too much for float32, once the group's squares are added up."""
-    worth = 3e38 if trainer_state["global_step"] == 2 else 1.0
-    return [worth * (-1) ** i for i in range(len(completions))]
+def alternating(completions, **_):
+    return [float(i % 2) for i in range(len(completions))]
 
 
 def breaks(completions, trainer_state, **_):
-    if trainer_state["global_step"] == 3:
+    if trainer_state.global_step == 3:
         raise RuntimeError("no more")
     return [1.0] * len(completions)
 '''
@@ -320,16 +328,13 @@ def test_constant_rewards_move_nothing(config, one_device, tmp_path, rewards):
         assert (row["frac_groups_all_right"], row["frac_groups_all_wrong"]) == (1, 0)
         assert (row["loss"], row["grad_norm"]) == (0, 0)
         assert "kl" not in row
-    from jax_grpo.models.config import PRESETS
-    from jax_grpo.models.llama import init_params
-
-    shape = PRESETS["tiny"].__class__(**{**vars(PRESETS["tiny"]), "vocab_size": 24})
+    shape = dataclasses.replace(PRESETS["tiny"], vocab_size=24)
     expected = jax.jit(lambda key: init_params(shape, key))(jax.random.key(0))
     assert_identical(params(tmp_path / "w"), jax.device_get(expected))
 
 
 def test_rewards_of_all_kinds_and_several_updates(config, one_device, tmp_path, rewards):
-    """Async, None, columns, weights and `log_metric`; two passes over two minibatches."""
+    """Async, None, columns, weights and what is logged; two passes over two minibatches."""
     section = {
         "length": {"function": f"{rewards}:length", "weight": -0.5},
         "digits": {"function": f"{rewards}:digits"},
@@ -347,6 +352,11 @@ def test_rewards_of_all_kinds_and_several_updates(config, one_device, tmp_path, 
         expected = -0.5 * row["rewards/length/mean"] + row["rewards/digits/mean"] * 24 / 32
         assert row["reward"] == pytest.approx(expected, rel=1e-6)
         assert 0 < row["mine/characters"] <= 8 * len("</thinking>")
+        extra = json.loads((tmp_path / f"w/extra/grpo-{row['step']}.json").read_text())
+        asked = extra.pop("asked")
+        assert extra == {}
+        assert asked == [prompt for prompt in asked[::4] for _ in range(4)]
+        assert len(set(asked)) == 8
         # of the first update only; the means of the others tell of updates in between
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert abs(row["ratio"] - 1) > 1e-6
@@ -357,34 +367,55 @@ def test_rewards_of_all_kinds_and_several_updates(config, one_device, tmp_path, 
     assert len(count) >= 2  # the state's steps and Adam's
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(config, one_device, tmp_path, rewards):
-    section = {"huge": {"function": f"{rewards}:huge"}}
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the third step of a run one advantage is not a number."""
+    compile_stage = loop.compile_stage
+
+    def compiled(*args: Any) -> Any:
+        run, taken = compile_stage(*args), []
+
+        def experience(rollout: Any, *rest: Any) -> Any:
+            made, state = run.experience(rollout, *rest)
+            taken.append(made)
+            if len(taken) == 3:
+                made = made._replace(advantages=made.advantages.at[5, 2].set(jnp.nan))
+            return made, state
+
+        return run._replace(experience=experience)
+
+    monkeypatch.setattr(loop, "compile_stage", compiled)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(config, one_device, tmp_path, rewards, poisoned):
+    section = {"alternating": {"function": f"{rewards}:alternating"}}
     flags = ["--config.grpo.checkpoint_every=1"]
     ended = train_alone(config, tmp_path / "w", section, *flags)
     assert (ended.code, ended.out) == (1, "")
     last = ended.err.splitlines()[-1]
     file = tmp_path / "w/debug/grpo-3.npz"
     good = tmp_path / "w/checkpoints/grpo/2"
-    assert last.startswith(
-        "jax_grpo train: stage grpo, step 3: loss nan, grad_norm nan are not fin"
-    )
+    assert last.startswith("jax_grpo train: stage grpo, step 3: loss nan, grad_norm nan are not")
     assert last.endswith(f"its batch is in {file}; last good checkpoint: {good}")
     assert "Traceback" not in ended.err
     with np.load(file) as saved:
         arrays = dict(saved)
     assert arrays["batch/0/completion_ids"].shape == (8, 4, 8)
-    assert not np.all(np.isfinite(arrays["batch/1/advantages"]))
+    assert np.argwhere(np.isnan(arrays["batch/1/advantages"])).tolist() == [[5, 2]]
     assert arrays["metrics/finite"] == 0
     assert [row["step"] for row in metrics(tmp_path / "w")] == [1, 2, 3]
     assert metrics(tmp_path / "w")[-1]["loss"] is None
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(params(tmp_path / "w")))
-    # the same again comes to the same end
+    # the same again goes on behind the last good checkpoint (and this time nothing is wrong)
     again = train_alone(config, tmp_path / "w", section, *flags)
-    assert (again.code, again.err.splitlines()[-1]) == (1, last)
+    assert again.code == 0
+    assert [(row["step"], row["finite"]) for row in metrics(tmp_path / "w")][2:] == [(3, 1), (4, 1)]
 
 
-def test_an_update_that_is_not_finite_may_be_skipped(config, one_device, tmp_path, rewards):
-    section = {"huge": {"function": f"{rewards}:huge"}}
+def test_an_update_that_is_not_finite_may_be_skipped(
+    config, one_device, tmp_path, rewards, poisoned
+):
+    section = {"alternating": {"function": f"{rewards}:alternating"}}
     flags = ["--config.grpo.checkpoint_every=1", "--config.grpo.keep_checkpoints=4"]
     ended = train_alone(config, tmp_path / "w", section, *flags, "--config.grpo.max_skipped=1")
     assert ended.code == 0, ended.err
@@ -393,8 +424,6 @@ def test_an_update_that_is_not_finite_may_be_skipped(config, one_device, tmp_pat
     found = []
     for step in (2, 3, 4):
         manager = checkpoint.open_checkpoints(tmp_path / "w/checkpoints/grpo", every=1)
-        import orbax.checkpoint as ocp
-
         args = ocp.args.Composite(params=ocp.args.StandardRestore())
         found.append(jax.device_get(manager.restore(step, args=args)["params"]))
         checkpoint.close(manager)
@@ -453,9 +482,26 @@ def parity(prompts, completion_ids, **_):
 
 
 def noise(completions, trainer_state, **_):
-    draw = random.Random(trainer_state["global_step"])
+    draw = random.Random(trainer_state.global_step)
     return [float(draw.random() < 0.5) for _ in completions]
 '''
+
+
+@pytest.mark.slow
+def test_a_run_that_blows_up_stops(config, one_device, tmp_path):
+    """Parameters of 1e30 are finite; what they make of a prompt is not."""
+    flags = ["optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "checkpoint_every=1"]
+    ended = run(
+        "train",
+        f"--config={config}:silent",
+        f"--workdir={tmp_path / 'w'}",
+        *(f"--config.sft.{flag}" for flag in flags),
+    )
+    assert ended.code == 1
+    good = tmp_path / "w/checkpoints/sft/1"
+    assert "stage sft, step 2: loss " in ended.err.splitlines()[-1]
+    assert ended.err.endswith(f"last good checkpoint: {good}\n")
+    assert list((tmp_path / "w/debug").iterdir()) == [tmp_path / "w/debug/sft-2.npz"]
 
 
 @pytest.mark.slow
@@ -475,7 +521,7 @@ def test_learning(config, one_device, tmp_path):
         }
         flags = ["num_steps=60", "max_completion_length=1", "max_prompt_length=3"]
         flags += ["data.min_terms=1", "data.max_terms=1", "data.count=200", "log_every=20"]
-        flags += ["optimizer.learning_rate=1e-3", "sampling.num_generations=8"]
+        flags += ["optimizer.learning_rate=3e-4", "sampling.num_generations=8"]
         flags += ["checkpoint_every=60", "prompts_per_step=16"]
         ended = train_alone(
             config, tmp_path / name, section, *(f"--config.grpo.{flag}" for flag in flags)
@@ -486,5 +532,5 @@ def test_learning(config, one_device, tmp_path):
         return float(np.mean(found[-10:]))
 
     assert learn("right", 1.0, 0.0) > 0.95
-    assert 0.3 < learn("random", 0.0, 1.0) < 0.7
+    assert 0.25 < learn("random", 0.0, 1.0) < 0.75  # a walk: 0.45 to 0.56 on three seeds
     assert learn("inverted", -1.0, 0.0) < 0.05

@@ -148,12 +148,7 @@ def _load_workdir(
     )
     stages = json.loads((workdir / "config.json").read_text())["stages"]
     for stage in reversed(stages):
-        directory = workdir / "checkpoints" / stage
-        if not directory.is_dir():
-            continue
-        manager = checkpoint.open_checkpoints(directory, every=1)
-        restored = checkpoint.restore_params(manager, abstract)
-        checkpoint.close(manager)
+        restored = checkpoint.read_params(workdir / "checkpoints" / stage, abstract)
         if restored is not None:
             params = jax.tree.map(lambda x: x.astype(dtype), restored[1])
             return hf.Loaded(config, params, tokenizer, end_ids)

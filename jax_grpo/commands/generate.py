@@ -49,7 +49,8 @@ def define_flags(values: flags.FlagValues, line: Sequence[str]) -> None:
     text("system", None, "A system message before each chat.")
     whole("num_generations", 8, "Completions per prompt.", lower_bound=1)
     whole("max_new_tokens", 64, "Limit on the tokens of a completion.", lower_bound=1)
-    whole("seed", 0, "The same seed gives the same completions.", lower_bound=0)
+    seed = "The same seed gives the same completions."
+    whole("seed", 0, seed, lower_bound=0, upper_bound=2**32 - 1)
     whole("top_k", 0, "Draw from the k most likely tokens; 0 is all.")
     whole("batch", 32, "Prompts at a time.", lower_bound=1)
     whole("tensor", 1, "Devices that share each matrix product.", lower_bound=1)

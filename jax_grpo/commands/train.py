@@ -13,6 +13,7 @@ import datetime
 import functools
 import inspect
 import json
+import math
 import re
 import runpy
 import sys
@@ -181,8 +182,8 @@ def read_config(config: ConfigDict) -> dict[str, Any]:
         if isinstance(data, Mapping) and not data.get("path") and not data.get("source"):
             path = f"config.{name}.data.path"
             raise ValueError(f"{path} is missing (or a source): give it by --{path}=...")
-    if type(plain["seed"]) is not int or plain["seed"] < 0:
-        raise ValueError(f"config.seed is {plain['seed']!r}: a whole number, 0 or more")
+    if type(plain["seed"]) is not int or not 0 <= plain["seed"] < 2**32:
+        raise ValueError(f"config.seed is {plain['seed']!r}: a whole number, 0 to 2**32 - 1")
     return plain
 
 
@@ -317,7 +318,7 @@ def build_sampling(
       min_p: relative to the most likely token.
     """
     final = temperature if final_temperature is None else final_temperature
-    if min(temperature, final) <= 0:
+    if not all(0 < t < math.inf for t in (temperature, final)):
         raise ValueError("temperatures must be more than 0")
     limit = max_new_tokens or completion_length
     if not 0 < limit <= completion_length:
@@ -492,10 +493,13 @@ def build_stage(
     rows = demonstrations or prompts
     if made.source == "dataset" and demonstrations is None:
         raise ValueError(f"algorithm {algorithm['name']} needs rows with a 'completion'")
-    if min(num_steps, num_epochs) < 0 or (num_steps > 0) == (num_epochs > 0):
+    epochs_fit = 0 <= num_epochs < math.inf
+    if num_steps < 0 or not epochs_fit or (num_steps > 0) == (num_epochs > 0):
         raise ValueError("give one of num_steps and num_epochs, more than 0")
     steps = num_steps or steps_of_epochs(len(rows.rows), prompts_per_step, num_epochs)
     total = steps * passes * minibatches
+    if total >= 2**31:
+        raise ValueError(f"{total} optimizer steps are too many: they are counted in 32 bits")
     transform, schedule = configure(
         make_optimizer, optimizer, f"{name}.optimizer", total_steps=total
     )

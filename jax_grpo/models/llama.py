@@ -210,27 +210,29 @@ def forward(
         return shard_batch(x + block.mlp(x)), own
 
     layers = params["layers"]
-    if isinstance(layers, tuple):
+    unrolled = isinstance(layers, tuple)
+    run = _remat(layer, remat, prevent_cse=unrolled)  # a scan keeps the recomputation apart itself
+    if unrolled:
         caches = []
         for i, weights in enumerate(layers):
-            x, own = layer(x, (weights, prefix and prefix[i], cache and cache[i]))
+            x, own = run(x, (weights, prefix and prefix[i], cache and cache[i]))
             caches.append(own)
         kv: Any = tuple(caches)
     else:
         N = config.num_layers
         unroll = N if N <= 4 else 1  # a handful is faster without stacking what each layer keeps
-        x, kv = jax.lax.scan(_remat(layer, remat), x, (layers, prefix, cache), unroll=unroll)
+        x, kv = jax.lax.scan(run, x, (layers, prefix, cache), unroll=unroll)
     return rms_norm(x, params["norm"], config.rms_norm_eps), kv
 
 
-def _remat(layer: Any, policy: str) -> Any:
-    """Wraps a scanned layer so that its backward pass recomputes what the policy does not keep."""
+def _remat(layer: Any, policy: str, prevent_cse: bool) -> Any:
+    """Wraps a layer so that its backward pass recomputes what the policy does not keep."""
     if policy == "none":
         return layer
     if policy not in ("full", "dots"):
         raise ValueError(f"remat {policy!r} is not one of: none, full, dots")
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
-    return jax.checkpoint(layer, policy=keep, prevent_cse=False)
+    return jax.checkpoint(layer, policy=keep, prevent_cse=prevent_cse)
 
 
 def empty_cache(

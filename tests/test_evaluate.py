@@ -1,0 +1,222 @@
+"""What completions are worth: from token ids to rewards, and held-out measures, worked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_grpo import arithmetic
+from jax_grpo.data import Prompts
+from jax_grpo.evaluate import Completions, Verifiers, evaluate, fetch, judge
+from jax_grpo.rewards.contract import RewardError
+from jax_grpo.types import PromptBatch, Rollout
+
+TOKENIZER = arithmetic.tokenizer()
+PAD, END = 0, 1
+ROWS = [{"prompt": f"{i}=?", "answer": str(i), "more": {"i": i}} for i in range(7)]
+PROMPTS = Prompts(
+    [TOKENIZER(str(row["prompt"])).input_ids for row in ROWS],
+    [str(row["prompt"]) for row in ROWS],
+    ROWS,
+    0,
+)
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text).input_ids
+
+
+def completions(rows: Sequence[int], groups: Sequence[Sequence[list[int]]]) -> Completions:
+    """Lays out groups of token ids; what is behind a completion is no padding but rubbish."""
+    lengths = np.array([[len(x) for x in group] for group in groups])
+    laid_out = np.full((*lengths.shape, 6), 9)
+    for at in np.ndindex(*lengths.shape):
+        laid_out[at][: lengths[at]] = groups[at[0]][at[1]]
+    return Completions(np.array(rows), laid_out, lengths, lengths == 6)
+
+
+def test_judge_decodes_and_asks_everyone():
+    seen: dict[str, Any] = {}
+
+    def remember(**arguments: Any) -> list[float]:
+        seen.update(arguments)
+        return [0.5, 1.5, 2.5, 3.5]
+
+    def even(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if not text else float(len(text)) for text in completions]
+
+    verifiers = Verifiers((remember, even), ("remember", "even"), (1.0, 1.0))
+    given = completions(
+        [5, 2], [[[*ids("12"), END], [END]], [ids("<thinking>;3+4"), [PAD, *ids("7"), END]]]
+    )
+    rewards = judge(verifiers, TOKENIZER, PROMPTS, given, trainer_state="state")
+    # [P, G, R], and None is 0 and not valid
+    np.testing.assert_array_equal(
+        rewards.values, [[[0.5, 2], [1.5, 0]], [[2.5, len("<thinking>;3+4")], [3.5, 1]]]
+    )
+    np.testing.assert_array_equal(
+        rewards.valid, [[[True, True], [True, False]], [[True, True], [True, True]]]
+    )
+    assert rewards.values.dtype == np.float32
+    # ordinary tags stay, special tokens go, and nothing behind the end is seen
+    assert seen["completions"] == ["12", "", "<thinking>;3+4", "7"]
+    assert seen["completion_ids"] == [
+        [*ids("12"), END],
+        [END],
+        ids("<thinking>;3+4"),
+        [PAD, *ids("7"), END],
+    ]
+    assert seen["prompts"] == ["5=?", "5=?", "2=?", "2=?"]
+    assert seen["answer"] == ["5", "5", "2", "2"]
+    assert seen["more"] == [{"i": 5}, {"i": 5}, {"i": 2}, {"i": 2}]
+    assert seen["trainer_state"] == "state"
+    assert {"log_metric", "log_extra"} < set(seen)
+
+
+def test_judge_speaks_in_messages_where_prompts_do():
+    seen: dict[str, Any] = {}
+
+    def remember(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        seen.update(prompts=prompts, completions=completions)
+        return [0.0]
+
+    asked = [{"role": "user", "content": "1=?"}]
+    prompts = Prompts([ids("1=?")], [asked], [{"prompt": asked}], 0)
+    judge(
+        Verifiers((remember,), ("r",), (1.0,)),
+        TOKENIZER,
+        prompts,
+        completions([0], [[[*ids("12"), END]]]),
+    )
+    assert seen["prompts"] == [asked]
+    assert seen["completions"] == [[{"role": "assistant", "content": "12"}]]
+
+
+def test_judge_names_the_reward_that_breaks():
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        return [0.0]
+
+    with pytest.raises(RewardError, match="'broken' gave 1 values for 2 completions"):
+        judge(
+            Verifiers((broken,), ("mine",), (1.0,)),
+            TOKENIZER,
+            PROMPTS,
+            completions([0], [[ids("1"), ids("2")]]),
+        )
+
+
+def test_fetch_copies_to_the_host():
+    zeros = jnp.zeros((2, 1, 3))
+    rollout = Rollout(
+        prompts=PromptBatch(zeros, zeros, jnp.array([4, 3])),
+        completion_ids=jnp.arange(6).reshape(2, 1, 3),
+        lengths=jnp.array([[2], [3]]),
+        mask=zeros,
+        behavior_logps=zeros,
+        kept_logmass=zeros,
+        truncated=jnp.array([[False], [True]]),
+        temperature=jnp.float32(1),
+    )
+    found = fetch(rollout)
+    assert all(isinstance(x, np.ndarray) for x in found)
+    assert [x.tolist() for x in found] == [
+        [4, 3],
+        [[[0, 1, 2]], [[3, 4, 5]]],
+        [[2], [3]],
+        [[False], [True]],
+    ]
+
+
+class Answers:
+    """A policy that answers `said[row]`, and remembers what it was asked."""
+
+    def __init__(self, said: Sequence[str]) -> None:
+        self.said, self.batches, self.keys = said, [], []  # type: ignore[var-annotated]
+
+    def __call__(self, params: Any, prompts: PromptBatch, key: Any) -> Rollout:
+        assert params == "params"
+        rows = np.asarray(prompts.rows)
+        self.batches.append(rows.tolist())
+        self.keys.append(key)
+        width = prompts.token_ids.shape[1]
+        for row, line, length in zip(rows, prompts.token_ids, prompts.lengths, strict=True):
+            asked = PROMPTS.token_ids[row]
+            assert (line.tolist(), length) == (asked + [0] * (width - len(asked)), len(asked))
+        made = completions(rows.tolist(), [[[*ids(self.said[row]), END][:6]] for row in rows])
+        return Rollout(
+            prompts,
+            made.ids,
+            made.lengths,
+            None,
+            None,
+            None,
+            made.truncated,
+            None,  # type: ignore
+        )
+
+
+@pytest.mark.parametrize("batch", [1, 3, 7, 16])
+def test_evaluate_by_hand(batch):
+    sampled = Answers(["0", "1", "2", "9", "4", "123456", ""])  # 4 right, one cut, one empty
+    greedy = Answers(["0", "1", "2", "3", "4", "5", "9"])  # 6 right
+    right = lambda completions, answer, **_: [  # noqa: E731
+        float(c == a) for c, a in zip(completions, answer, strict=True)
+    ]
+    # has nothing to say of 9, and takes half a point off for what is longer than a character
+    short = lambda completions, **_: [  # noqa: E731
+        None if c == "9" else 1.0 if len(c) == 1 else -0.5 for c in completions
+    ]
+    found = evaluate(
+        sampled,
+        greedy,
+        "params",  # type: ignore[arg-type]
+        "key",  # type: ignore[arg-type]
+        PROMPTS,
+        Verifiers((right, short), ("right", "short"), (5.0, -1.0)),
+        TOKENIZER,
+        batch=batch,
+        prompt_length=4,
+        measures={"accuracy": "right", "brevity": "short", "again": "right"},
+    )
+    expected = {
+        "accuracy": 4 / 7,
+        "brevity": 4 / 6,
+        "again": 4 / 7,
+        "mean_length": (2 * 5 + 6 + 1) / 7,
+        "truncated": 1 / 7,
+        "accuracy_greedy": 6 / 7,
+        "brevity_greedy": 6 / 6,
+        "again_greedy": 6 / 7,
+        "mean_length_greedy": 2.0,
+    }
+    assert found == pytest.approx(expected)
+    assert list(found) == list(expected)
+    # all prompts in order, the last batch filled up from the start; one key for all
+    batches = -(-7 // batch)
+    asked = [i % 7 for i in range(batches * batch)]
+    for policy in (sampled, greedy):
+        assert [row for rows in policy.batches for row in rows] == asked
+        assert [len(rows) for rows in policy.batches] == [batch] * batches
+        assert policy.keys == ["key"] * batches
+
+
+def test_a_measure_that_nobody_answers_is_0():
+    policy = Answers(["0"] * 7)
+    nothing = lambda completions, **_: [None] * len(completions)  # noqa: E731
+    found = evaluate(
+        policy,
+        policy,
+        "params",  # type: ignore[arg-type]
+        "key",  # type: ignore[arg-type]
+        PROMPTS,
+        Verifiers((nothing,), ("nothing",), (1.0,)),
+        TOKENIZER,
+        batch=7,
+        prompt_length=3,
+        measures={"accuracy": "nothing"},
+    )
+    assert (found["accuracy"], found["accuracy_greedy"]) == (0, 0)
