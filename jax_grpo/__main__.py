@@ -18,9 +18,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def command_names() -> list[str]:
-    """The commands that there are: the modules of `commands/` that define flags."""
+    """The commands that there are: the modules of `commands/`, but for what they share."""
     modules = (module.name for module in pkgutil.iter_modules(commands.__path__))
-    return [name for name in modules if name != "common"]
+    return [name for name in modules if name not in ("common", "recipe")]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -161,7 +161,7 @@ def grpo(
         low, high = losses.clipped_tokens(ratio, experience.advantages, clip_low, clip_high)
         for name, x in {"low": low, "high": high, "region": low + high}.items():
             terms[f"clip_ratio/{name}_mean"] = Term(*losses.token_mean(x, mask))
-        terms["ratio"] = Term(*losses.token_mean(jnp.broadcast_to(ratio, mask.shape), mask))
+        terms["ratio"] = Term(*losses.token_mean(ratio, mask))
         return terms
 
     return Algorithm("policy", experience, loss, needs_reference=kl_weight > 0, needs_entropy=True)

@@ -25,7 +25,6 @@ class Layout(NamedTuple):
     prompt_ids: Array  # [P, L] int32
     prompt_lengths: Array  # [P] int32
     completion_ids: Array  # [P, G, C] int32
-    lengths: Array  # [P, G] int32
     temperature: Array  # [P] float32
 
 
@@ -33,9 +32,7 @@ def plan(rollout: Rollout) -> Layout:
     """Lays out the rows of a rollout, or of a slice of P of one."""
     prompts = rollout.prompts
     temperature = jnp.broadcast_to(rollout.temperature, prompts.lengths.shape)
-    return Layout(
-        prompts.token_ids, prompts.lengths, rollout.completion_ids, rollout.lengths, temperature
-    )
+    return Layout(prompts.token_ids, prompts.lengths, rollout.completion_ids, temperature)
 
 
 def score(

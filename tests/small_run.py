@@ -111,7 +111,7 @@ def one_device() -> Iterator[None]:
         return make(data, fsdp, tensor)
 
     with contextlib.ExitStack() as stack:
-        for command in ("train", "generate", "score", "export"):
+        for command in ("recipe", "generate", "score", "export"):
             name = f"jax_grpo.commands.{command}.make_mesh"
             stack.enter_context(mock.patch(name, make_mesh))
         yield

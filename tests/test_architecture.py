@@ -23,6 +23,7 @@ LAYERS = {
     "algorithms": 2,
     "models": 2,
     "sharding": 2,
+    "rows": 2,
     "data": 2,
     "arithmetic": 2,
     "rollout": 3,

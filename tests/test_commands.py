@@ -22,7 +22,7 @@ from small_run import read_lines, run
 from jax_grpo import arithmetic
 from jax_grpo.commands.common import BadInput, configure, load, write_lines
 from jax_grpo.commands.train import build, read_config
-from jax_grpo.models import hf
+from jax_grpo.models import export
 from jax_grpo.sharding import make_mesh
 from jax_grpo.types import Rewards, Rollout, Scores
 
@@ -825,7 +825,9 @@ def test_chats_go_through_the_template_that_is_exported(here, workdir):
     tokenizer = arithmetic.tokenizer()
     tokenizer.chat_template = CHAT
     loaded = load(str(workdir), make_mesh(devices=jax.devices()[:1]))
-    hf.export_model("chat", loaded.config, loaded.params, tokenizer, loaded.end_ids, jnp.float32)
+    export.export_model(
+        "chat", loaded.config, loaded.params, tokenizer, loaded.end_ids, jnp.float32
+    )
 
     def asked(*flags: str) -> list[str]:
         rows = generate("chat", "a.jsonl", *flags)
@@ -852,7 +854,7 @@ def test_exports_that_are_refused(here, workdir):
     ]:
         assert expected in refused("export", *flags)
     Path("begun").mkdir()  # a run that has not come to its first checkpoint
-    hf.save_metadata(
+    export.save_metadata(
         Path("begun/model"), *load(str(workdir), make_mesh(devices=jax.devices()[:1]))[::2]
     )
     Path("begun/config.json").write_text('{"stages": ["sft"]}')

@@ -20,10 +20,11 @@ from absl import flags
 from small_run import CONFIGS, read_lines, run
 
 from jax_grpo import arithmetic
+from jax_grpo.commands import recipe
 from jax_grpo.commands import train as command
 from jax_grpo.commands.common import configure
 from jax_grpo.data import Demonstrations, Prompts
-from jax_grpo.models import hf
+from jax_grpo.models import export
 from jax_grpo.models.config import PRESETS, LlamaConfig
 from jax_grpo.models.llama import init_params, num_params
 from jax_grpo.sharding import make_mesh
@@ -58,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of few numbers."""
     directory = tmp_path_factory.mktemp("model") / "tiny"
     params = init_params(TINY, jax.random.key(0))
-    hf.export_model(directory, TINY, params, chatty(), (1,), jnp.float32)
+    export.export_model(directory, TINY, params, chatty(), (1,), jnp.float32)
     return directory
 
 
@@ -95,7 +96,7 @@ def test_every_config_is_read(name):
 
     assert_plain(config)
     for stage in config["stages"]:
-        assert config[stage].keys() <= inspect.signature(command.build_stage).parameters.keys()
+        assert config[stage].keys() <= inspect.signature(recipe.build_stage).parameters.keys()
 
 
 @pytest.mark.parametrize("name", ["smollm2_arithmetic.py", "llama3_8b_math.py"])
@@ -118,7 +119,7 @@ def test_rows_are_asked_for_before_a_model_is_loaded(name, tmp_path, monkeypatch
 
 def test_the_quickstart(one_device):
     config = read("quickstart.py")
-    model, _, (sft, grpo), evaluation = command.build(config)
+    model, _, (sft, grpo), evaluation = recipe.build(config)
     assert num_params(model.config) < 1_000_000
     assert (sft.name, grpo.name, sft.number, grpo.number) == ("sft", "grpo", 0, 1)
     assert isinstance(sft.data, Demonstrations)
@@ -163,7 +164,7 @@ def test_smollm2(model, data, one_device):
     assert read("smollm2_arithmetic.py", path[1])["model"]["path"] == (
         "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
-    _, _, (stage,), evaluation = command.build(config)
+    _, _, (stage,), evaluation = recipe.build(config)
     assert evaluation is None
     assert isinstance(stage.data, Prompts)
     assert len(stage.data.rows) == 16
@@ -182,7 +183,7 @@ def llama3(data: dict[str, Path], mesh: jax.sharding.Mesh) -> tuple[Model, Stage
     config = read("llama3_8b_math.py", f"grpo.data.path={data['json']}")
     model = Model(PRESETS["llama3-8b"], chatty(), (1,), mesh, jnp.bfloat16)
     made = {"name": "grpo", "number": 0, "seed": config["seed"], "model": model}
-    return model, configure(command.build_stage, config["grpo"], "grpo", **made)
+    return model, configure(recipe.build_stage, config["grpo"], "grpo", **made)
 
 
 def test_llama3_is_the_study(data):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jax_grpo import arithmetic, data
+from jax_grpo.rows import load_rows
 
 WORDS = "<pad> <s> </s> <|user|> <|assistant|> <|system|> <unk> a b c d e ab".split()
 ID = {word: i for i, word in enumerate(WORDS)}
@@ -81,13 +82,13 @@ def test_files_of_every_kind(tmp_path, name):
     else:
         lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
         file.write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
-    assert data.load_rows(str(file), columns=("prompt", "answer")) == ROWS
+    assert load_rows(str(file), columns=("prompt", "answer")) == ROWS
 
 
 def test_types_may_differ_between_rows(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "answer": 1}\n{"prompt": [], "answer": "1/2", "level": 3}\n')
-    assert data.load_rows(str(file)) == [
+    assert load_rows(str(file)) == [
         {"prompt": "a", "answer": 1},
         {"prompt": [], "answer": "1/2", "level": 3},
     ]
@@ -96,14 +97,14 @@ def test_types_may_differ_between_rows(tmp_path):
 def test_columns_are_renamed(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"question": "a", "answer": 1}\n')
-    rows = data.load_rows(str(file), rename={"question": "prompt"}, columns=("prompt",))
+    rows = load_rows(str(file), rename={"question": "prompt"}, columns=("prompt",))
     assert rows == [{"prompt": "a", "answer": 1}]
     with pytest.raises(ValueError, match="no column 'problem' to rename; it has: question, answer"):
-        data.load_rows(str(file), rename={"problem": "prompt"})
+        load_rows(str(file), rename={"problem": "prompt"})
 
 
 def test_a_source_is_a_function_of_rows():
-    rows = data.load_rows(source="jax_grpo.arithmetic.problems", count=3, split="heldout")
+    rows = load_rows(source="jax_grpo.arithmetic.problems", count=3, split="heldout")
     assert rows == arithmetic.problems("heldout", 3)
 
 
@@ -128,7 +129,7 @@ def test_bad_files_give_one_line(tmp_path, text, name, message):
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        data.load_rows(str(file), columns=("prompt",))
+        load_rows(str(file), columns=("prompt",))
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
@@ -136,7 +137,7 @@ def test_bytes_that_are_no_text(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(ValueError, match="not UTF-8 text"):
-        data.load_rows(str(file))
+        load_rows(str(file))
 
 
 @pytest.mark.parametrize(
@@ -153,14 +154,14 @@ def test_bytes_that_are_no_text(tmp_path):
 )
 def test_bad_arguments_give_one_line(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        data.load_rows(**arguments)
+        load_rows(**arguments)
     assert "\n" not in str(error.value)
 
 
 def test_a_file_takes_no_options(tmp_path):
     (tmp_path / "a.json").write_text("[{}]")
     with pytest.raises(ValueError, match="a data file takes no options, but got: split"):
-        data.load_rows(str(tmp_path / "a.json"), split="test")
+        load_rows(str(tmp_path / "a.json"), split="test")
 
 
 def test_a_directory_goes_through_datasets(tmp_path, monkeypatch):
@@ -174,14 +175,14 @@ def test_a_directory_goes_through_datasets(tmp_path, monkeypatch):
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert data.load_rows(str(tmp_path)) == ROWS
-    assert data.load_rows("openai/gsm8k", name="main", split="test") == ROWS
+    assert load_rows(str(tmp_path)) == ROWS
+    assert load_rows("openai/gsm8k", name="main", split="test") == ROWS
     assert calls == [
         (str(tmp_path), {"split": "train"}),
         ("openai/gsm8k", {"split": "test", "name": "main"}),
     ]
     with pytest.raises(ValueError, match=r"neither .* can be loaded: no/such \(offline\)"):
-        data.load_rows("no/such")
+        load_rows("no/such")
 
 
 # ------------------------------------------------------------------------------------ indexing
@@ -437,7 +438,7 @@ def test_demonstration_rollout():
 
 def test_the_quickstart_from_rows_to_text():
     tokenizer = arithmetic.tokenizer()
-    rows = data.load_rows(source="jax_grpo.arithmetic.demonstrations", count=50)
+    rows = load_rows(source="jax_grpo.arithmetic.demonstrations", count=50)
     shown = data.encode_demonstrations(rows, tokenizer, tokenizer.eos_token_id, 13, 50)
     texts = data.completion_texts(tokenizer, shown.completion_ids)
     assert texts == [row["completion"] for row in rows]

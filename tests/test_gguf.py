@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_grpo.models import hf
+from jax_grpo.models import export, hf
 from jax_grpo.models.config import RopeScaling, config_to_hf
 from jax_grpo.models.gguf import build_tokenizer
 from jax_grpo.models.llama import forward, head, param_axes
@@ -195,7 +195,7 @@ def test_round_trip_through_a_directory(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", Kind.Q4_0)
     first = hf.load_model(tmp_path / "m.gguf")
     directory = tmp_path / "m"
-    hf.export_model(
+    export.export_model(
         directory, first.config, first.params, first.tokenizer, first.end_ids, jnp.float32
     )
     second = hf.load_model(directory)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models
 
-from jax_grpo.models import hf
+from jax_grpo.models import export, hf
 from jax_grpo.models.config import LlamaConfig, RopeScaling, config_from_hf, config_to_hf
 from jax_grpo.models.llama import forward, head, init_params, param_axes
 
@@ -92,7 +92,9 @@ def write_directory(
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
     """TINY as a Hugging Face directory in one file of float32."""
-    hf.export_model(tmp_path / "model", TINY, make_params(), make_tokenizer(), (0,), jnp.float32)
+    export.export_model(
+        tmp_path / "model", TINY, make_params(), make_tokenizer(), (0,), jnp.float32
+    )
     return tmp_path / "model"
 
 
@@ -130,7 +132,7 @@ def test_transformers_loads_what_we_export(kind: str, tmp_path: Path) -> None:
     with np.load(FIXTURES / f"llama_{kind}.npz") as z:
         config, tokens = config_from_hf(json.loads(str(z["config"]))), z["tokens"]
     params = make_params(config)
-    hf.export_model(tmp_path / "model", config, params, make_tokenizer(), (0, 3), jnp.float32)
+    export.export_model(tmp_path / "model", config, params, make_tokenizer(), (0, 3), jnp.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.generation_config.eos_token_id == [0, 3]
     with torch.no_grad():
@@ -175,7 +177,7 @@ def test_export_and_load_is_the_identity(
 ) -> None:
     config = dataclasses.replace(TINY, **changes)
     params = jax.tree.map(lambda x: x.astype(dtype), make_params(config))
-    hf.export_model(tmp_path / "model", config, params, make_tokenizer(), (0, 3), dtype)
+    export.export_model(tmp_path / "model", config, params, make_tokenizer(), (0, 3), dtype)
     loaded = hf.load_model(tmp_path / "model", dtype)
     assert loaded.config == config
     assert loaded.end_ids == (0, 3)
@@ -186,7 +188,7 @@ def test_export_and_load_is_the_identity(
 def test_shards_with_an_index(tmp_path: Path) -> None:
     params = make_params()
     directory = tmp_path / "model"
-    hf.export_model(
+    export.export_model(
         directory, TINY, params, make_tokenizer(), (0,), jnp.float32, max_shard_bytes=8000
     )
     files = sorted(directory.glob("model-*.safetensors"))
@@ -202,7 +204,7 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     args = (TINY, make_params(), make_tokenizer(), (0,), jnp.float32)
-    hf.export_model(tmp_path / "model", *args, max_shard_bytes=8000)
+    export.export_model(tmp_path / "model", *args, max_shard_bytes=8000)
     gone = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ValueError, match=gone.name):
@@ -224,7 +226,7 @@ def test_layout_on_disk_by_hand(exported: Path) -> None:
 def test_sharded_parameters_export_the_same(exported: Path, tmp_path: Path) -> None:
     params = jax.tree.map(jax.device_put, make_params(), spread(TINY))
     again = tmp_path / "again"
-    hf.export_model(again, TINY, params, make_tokenizer(), (0,), jnp.float32)
+    export.export_model(again, TINY, params, make_tokenizer(), (0,), jnp.float32)
     name = "model.safetensors"
     assert (again / name).read_bytes() == (exported / name).read_bytes()
 
@@ -314,7 +316,7 @@ def test_inv_freq_of_old_checkpoints_is_passed_over(exported: Path) -> None:
 def test_a_tied_head_may_be_there_twice(tmp_path: Path) -> None:
     config = dataclasses.replace(TINY, tie_word_embeddings=True)
     params = make_params(config)
-    hf.export_model(tmp_path / "m", config, params, make_tokenizer(), (0,), jnp.float32)
+    export.export_model(tmp_path / "m", config, params, make_tokenizer(), (0,), jnp.float32)
     assert "lm_head.weight" not in load_file(tmp_path / "m" / "model.safetensors")
     edit_weights(tmp_path / "m", lm_head__weight=np.asarray(params["embed"]))
     assert_same(hf.load_model(tmp_path / "m").params, params)
@@ -403,7 +405,7 @@ def test_end_of_turn_of_odd_templates(template: str, ends: tuple[int, ...]) -> N
 
 def test_end_ids_survive_the_round_trip(tmp_path: Path) -> None:
     args = (TINY, make_params(), make_tokenizer(CHATML), (0, 3, 5))
-    hf.export_model(tmp_path / "m", *args)
+    export.export_model(tmp_path / "m", *args)
     loaded = hf.load_model(tmp_path / "m")
     assert loaded.end_ids == (0, 3, 5)
     turns = [{"role": "user", "content": "abc"}]
@@ -419,39 +421,39 @@ def test_end_ids_survive_the_round_trip(tmp_path: Path) -> None:
 def test_export_does_not_overwrite_unasked(exported: Path) -> None:
     args = (TINY, make_params(), make_tokenizer(), (0,), jnp.float32)
     with pytest.raises(FileExistsError, match="not an empty directory"):
-        hf.export_model(exported, *args)
+        export.export_model(exported, *args)
     (exported / "config.json").unlink()
-    hf.export_model(exported, *args, overwrite=True)
+    export.export_model(exported, *args, overwrite=True)
     assert_same(hf.load_model(exported).params, make_params())
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
     (exported.parent / "empty").mkdir()
-    hf.export_model(exported.parent / "empty", *args)
+    export.export_model(exported.parent / "empty", *args)
 
 
 def test_a_failed_export_loses_nothing(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(hf, "_save_tokenizer", fail)
+    monkeypatch.setattr(export, "_save_tokenizer", fail)
     params = jax.tree.map(lambda x: x + 1, make_params())
     with pytest.raises(OSError, match="disk full"):
-        hf.export_model(exported, TINY, params, make_tokenizer(), (0,), overwrite=True)
+        export.export_model(exported, TINY, params, make_tokenizer(), (0,), overwrite=True)
     assert_same(hf.load_model(exported).params, make_params())
 
 
 def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
     other = dataclasses.replace(TINY, num_layers=2)
     with pytest.raises(ValueError, match="shapes"):
-        hf.export_model(tmp_path / "m", other, make_params(), make_tokenizer())
+        export.export_model(tmp_path / "m", other, make_params(), make_tokenizer())
     with pytest.raises(ValueError, match="int8"):
-        hf.export_model(tmp_path / "m", TINY, make_params(), make_tokenizer(), (), jnp.int8)
+        export.export_model(tmp_path / "m", TINY, make_params(), make_tokenizer(), (), jnp.int8)
     assert not list(tmp_path.iterdir())
 
 
 def test_exports_are_in_a_spelling_that_transformers_4_reads(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-    hf.export_model(tmp_path / "m", TINY, make_params(), tokenizer)
+    export.export_model(tmp_path / "m", TINY, make_params(), tokenizer)
     content = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
     assert content["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert content["additional_special_tokens"] == ["<|im_end|>"]

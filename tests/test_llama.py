@@ -60,9 +60,10 @@ PROMPT_LENGTHS = np.array([5, 2])
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation() -> Iterator[None]:
     """Compiling is most of the work here, and less optimised code is as right."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache

@@ -259,9 +259,8 @@ def abstract_prompts(mesh: Any, P: int, L: int) -> PromptBatch:
 
 def abstract_layout(mesh: Any, P: int, G: int, L: int, C: int) -> Layout:
     batch = functools.partial(spread, mesh)
-    completions, lengths = batch(jnp.int32, P, G, C), batch(jnp.int32, P, G)
-    prompts = abstract_prompts(mesh, P, L)
-    return Layout(prompts.token_ids, prompts.lengths, completions, lengths, batch(jnp.float32, P))
+    prompts, completions = abstract_prompts(mesh, P, L), batch(jnp.int32, P, G, C)
+    return Layout(prompts.token_ids, prompts.lengths, completions, batch(jnp.float32, P))
 
 
 def scalar(dtype: Any) -> jax.ShapeDtypeStruct:

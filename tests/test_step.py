@@ -51,9 +51,10 @@ SGD = optax.sgd(1.0)  # the step is the gradient
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation() -> Iterator[None]:
     """Compiling is most of the work here, and less optimised code is as right."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 # --- A table of bigrams in the place of the model ------------------------------------------------
@@ -91,9 +92,7 @@ def bigram_params() -> dict[str, jax.Array]:
 def bigram_layout() -> Layout:
     rng = np.random.default_rng(2)
     arrays = (rng.integers(0, V, (P, 3)), rng.integers(1, 4, P), rng.integers(0, V, (P, G, C)))
-    return Layout(
-        *(jnp.asarray(x, jnp.int32) for x in (*arrays, LENGTHS)), jnp.full(P, 0.8, jnp.float32)
-    )
+    return Layout(*(jnp.asarray(x, jnp.int32) for x in arrays), jnp.full(P, 0.8, jnp.float32))
 
 
 def bigram_experience(off_policy: float = 0.3, garbage: float = np.nan) -> Experience:

@@ -227,8 +227,9 @@ def test_a_run_goes_on_where_it_was(whole, config, one_device, tmp_path, monkeyp
     for kind, step in [("dataset", 3), ("policy", 0), ("policy", 3)]:
         with monkeypatch.context() as patch:
             interrupt_at(patch, kind, step)
-            with pytest.raises(KeyboardInterrupt):
-                run(*command)
+            ended = run(*command)
+        assert (ended.code, ended.out) == (130, "")
+        assert "goes on from the last checkpoint" in ended.err.splitlines()[-1]
         taken.append([(row["stage"], row["step"]) for row in metrics(tmp_path / "w")])
     # a line more than there are steps in checkpoints: the third step is taken again
     assert taken == [STEPS[:3], STEPS[:4], STEPS[:7]]

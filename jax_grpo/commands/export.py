@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from jax_grpo.commands.common import load, refusing_bad_input
-from jax_grpo.models import hf
+from jax_grpo.models import export
 from jax_grpo.sharding import make_mesh
 
 
@@ -35,7 +35,7 @@ def run(values: flags.FlagValues) -> int:
         if values.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"--dtype={values.dtype} is not one of: float32, bfloat16, float16")
         model = load(values.model, make_mesh(fsdp=-1), jnp.float32)
-        hf.export_model(
+        export.export_model(
             values.out,
             model.config,
             model.params,

@@ -28,8 +28,9 @@ from jax_grpo.commands.common import (
     refusing_bad_input,
     write_lines,
 )
-from jax_grpo.data import completion_texts, encode_prompts, load_rows, prompt_batch
+from jax_grpo.data import completion_texts, encode_prompts, prompt_batch
 from jax_grpo.rollout import generate, make_sampling_copy
+from jax_grpo.rows import load_rows
 from jax_grpo.sampling import Truncation, purpose_key
 from jax_grpo.sharding import batch_shards, make_mesh, put_batch
 

@@ -27,7 +27,8 @@ from jax_grpo.commands.common import (
     refusing_bad_input,
     write_lines,
 )
-from jax_grpo.data import Prompts, given_rollout, load_rows, prompt_batch
+from jax_grpo.data import Prompts, given_rollout, prompt_batch
+from jax_grpo.rows import load_rows
 from jax_grpo.scoring import plan, score
 from jax_grpo.sharding import batch_shards, make_mesh, put_batch
 

@@ -1,4 +1,4 @@
-"""Models in and out: Hugging Face directories and hub ids, and the door to GGUF files.
+"""Models in: Hugging Face directories and hub ids, and the door to GGUF files.
 
 A checkpoint is a dict of tensors that have not been read. Each parameter is read straight into
 its shards: for every shard we read the rows of the file that it needs, a chunk at a time, into
@@ -15,50 +15,35 @@ import logging
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jinja2
-import ml_dtypes
 import numpy as np
 import transformers
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
-from jax_grpo.models.config import LlamaConfig, config_from_hf, config_to_hf
+from jax_grpo.models.config import LlamaConfig, config_from_hf
 from jax_grpo.models.llama import param_shapes
+from jax_grpo.models.names import (
+    EMBED,
+    INPUT_AXES,
+    LM_HEAD,
+    NAMES,
+    SAFETENSORS_DTYPES,
+    expected_tensors,
+    layer_name,
+)
 from jax_grpo.types import Params, PyTree
 
 Index = tuple[slice, ...]  # one slice with start and stop for each axis
 
 _CHUNK_BYTES = 1 << 22  # of a shard, converted at a time: what a cache holds
-_EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_NAMES = {"embed": _EMBED, "norm": "model.norm.weight", "head": _LM_HEAD}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    **{name: f"self_attn.{name}_proj.weight" for name in ("q", "k", "v", "o")},
-    **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in ("q", "k", "v", "o")},
-    **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
-    **{f"{name}_bias": f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
-}
-# How many leading axes a matrix takes in; Hugging Face stores [out, in] with axes run together.
-_INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
-
-_SAFETENSORS_DTYPES: Mapping[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-}
 
 
 class Loaded(NamedTuple):
@@ -137,9 +122,9 @@ def read_metadata(
     directory: Path,
 ) -> tuple[LlamaConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
     """The shape, tokenizer and end tokens of a directory, without its weights."""
-    raw = _read_json(directory / "config.json")
+    raw = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
-    said = [raw, _read_json(generation)] if generation.exists() else [raw]
+    said = [raw, read_json(generation)] if generation.exists() else [raw]
     tokenizer = _tokenizer(directory)
     return config_from_hf(raw), tokenizer, find_end_ids(tokenizer, *said)
 
@@ -160,7 +145,8 @@ def _download(model_id: str) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a ValueError names the file when there is none."""
     if not path.exists():
         raise ValueError(f"there is no {path.name}")
     try:
@@ -188,7 +174,7 @@ def open_safetensors(directory: Path) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
     files = [directory / "model.safetensors"]
     if index.exists():
-        shards = _read_json(index).get("weight_map")
+        shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ValueError(f"{index.name} has no weight_map")
         files = [directory / name for name in sorted(set(shards.values()))]
@@ -215,7 +201,7 @@ def _open_file(path: Path) -> dict[str, Tensor]:
         start, stop = entry["data_offsets"]
         if 8 + length + stop > size:
             raise ValueError(f"{path.name} is cut short: {name} ends beyond it")
-        shape, dtype = tuple(entry["shape"]), _SAFETENSORS_DTYPES.get(entry["dtype"])
+        shape, dtype = tuple(entry["shape"]), SAFETENSORS_DTYPES.get(entry["dtype"])
         read = functools.partial(_read_part, path, dtype, 8 + length + start, shape)
         problem = "" if dtype else f"of type {entry['dtype']}"
         tensors[name] = Tensor(shape, read, problem)
@@ -260,48 +246,24 @@ def load_params(
     def load(path: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
         names = [key.key for key in path]
         if names[0] == "layers":
-            stack = [tensors[_layer_name(i, names[1])] for i in range(config.num_layers)]
+            stack = [tensors[layer_name(i, names[1])] for i in range(config.num_layers)]
         else:
-            stack = [tensors[_NAMES[names[0]]]]
+            stack = [tensors[NAMES[names[0]]]]
         return _place(names[-1], stack, shape, sharding, stacked=names[0] == "layers")
 
     return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
 
-def _layer_name(layer: int, leaf: str) -> str:
-    return f"model.layers.{layer}.{_LAYER_NAMES[leaf]}"
-
-
-def _hf_shape(leaf: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape under which Hugging Face stores a parameter of one layer."""
-    if leaf in _INPUT_AXES:
-        split = _INPUT_AXES[leaf]
-        return math.prod(shape[split:]), math.prod(shape[:split])
-    return shape if leaf in _NAMES else (math.prod(shape),)
-
-
-def _expected(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The Hugging Face name and shape of every tensor of a model, in the order of the layers."""
-    shapes = param_shapes(config)
-    layers = {leaf: _hf_shape(leaf, x.shape[1:]) for leaf, x in shapes["layers"].items()}
-    yield _EMBED, _hf_shape("embed", shapes["embed"].shape)
-    for i in range(config.num_layers):
-        yield from ((_layer_name(i, leaf), shape) for leaf, shape in layers.items())
-    for leaf in ("norm", "head"):
-        if leaf in shapes:
-            yield _NAMES[leaf], _hf_shape(leaf, shapes[leaf].shape)
-
-
 def _check_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], source: str) -> None:
     """Raises one ValueError that lists all that does not fit."""
-    expected = dict(_expected(config))
+    expected = dict(expected_tensors(config))
     missing = [name for name in expected if name not in tensors]
     unexpected, misshapen, unreadable = [], [], []
     for name, tensor in tensors.items():
         if name.endswith("rotary_emb.inv_freq"):  # old checkpoints: derived from the config
             continue
-        if name == _LM_HEAD and config.tie_word_embeddings:
-            if _EMBED in tensors and not _equal(tensor, tensors[_EMBED]):
+        if name == LM_HEAD and config.tie_word_embeddings:
+            if EMBED in tensors and not _equal(tensor, tensors[EMBED]):
                 unexpected.append(f"{name} (differs from the embedding that it is tied to)")
         elif name not in expected:
             unexpected.append(name)
@@ -353,7 +315,7 @@ def _place(
 
 def _fill(out: np.ndarray, tensor: Tensor, leaf: str, shape: tuple[int, ...], index: Index) -> None:
     """Writes a part of one layer's parameter into `out`, a chunk of the file's rows at a time."""
-    axis = _INPUT_AXES.get(leaf, 0)  # our axis that runs along the file's rows
+    axis = INPUT_AXES.get(leaf, 0)  # our axis that runs along the file's rows
     start, stop = index[axis].start, index[axis].stop
     row_bytes = max(1, out.nbytes // max(1, stop - start))
     step = max(1, _CHUNK_BYTES // row_bytes)
@@ -367,9 +329,9 @@ def _read_leaf(
     leaf: str, tensor: Tensor, shape: tuple[int, ...], index: Index, dtype: DTypeLike
 ) -> np.ndarray:
     """A part of one layer's parameter in our layout."""
-    if leaf in _NAMES:
+    if leaf in NAMES:
         return tensor.read(index).astype(dtype, copy=False)
-    split = _INPUT_AXES.get(leaf, 0)
+    split = INPUT_AXES.get(leaf, 0)
     groups = [(index[:split], shape[:split]), (index[split:], shape[split:])]  # in, out
     groups = [(part, sizes) for part, sizes in groups if part]
     cover = tuple(_run_together(part, sizes) for part, sizes in groups)
@@ -426,188 +388,3 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     after = tokenizer.encode(text.rpartition(said)[2], add_special_tokens=False)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((i for i in after if i in special), None)
-
-
-# --------------------------------------------------------------------------------------- out
-
-
-def export_model(
-    directory: str | os.PathLike[str],
-    config: LlamaConfig,
-    params: Params,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int] = (),
-    dtype: DTypeLike = jnp.bfloat16,
-    *,
-    max_shard_bytes: int = 5 * 10**9,
-    overwrite: bool = False,
-) -> None:
-    """Writes a directory that transformers (4 or 5) loads.
-
-    Tensors are gathered and written one at a time. All is written beside the directory and
-    renamed at the end, so a failure leaves what was there. With several processes all of them
-    must call this; the first one writes.
-
-    Args:
-      directory: where to; it may exist only if it is empty, or with `overwrite`.
-      config: the model's shape.
-      params: the tree of parameters of `llama.py`, layers stacked.
-      tokenizer: written along, with its chat template.
-      end_ids: what ends a completion, for `generation_config.json`.
-      dtype: of the weights on disk: float32, bfloat16 or float16.
-      max_shard_bytes: the largest file of weights.
-      overwrite: whether to replace what is in the directory.
-
-    Raises:
-      FileExistsError: when the directory has content and `overwrite` is False.
-      ValueError: when parameters do not have the shapes of `config`, or the dtype is another.
-    """
-    target, dtype = Path(directory).absolute(), jnp.dtype(dtype)
-    if dtype.name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"weights are not exported as {dtype.name}")
-    if not overwrite and target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{directory} exists and is not an empty directory")
-    if _shape_dict(params) != _shape_dict(param_shapes(config)):
-        raise ValueError("the parameters do not have the shapes of the configuration")
-    writes = jax.process_index() == 0
-    partial = target.with_name(f".{target.name}.partial")
-    if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _write_weights(partial, config, params, dtype, max_shard_bytes, writes)
-    if writes:
-        save_metadata(partial, config, tokenizer, end_ids, dtype)
-        _replace(partial, target)
-
-
-def save_metadata(
-    directory: Path,
-    config: LlamaConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int] = (),
-    dtype: DTypeLike = jnp.float32,
-) -> None:
-    """Writes all of a model but its weights; arguments as of `export_model`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    ids = {f"{k}_token_id": getattr(tokenizer, f"{k}_token_id") for k in ("bos", "eos", "pad")}
-    model = {**config_to_hf(config), **ids, "torch_dtype": jnp.dtype(dtype).name}
-    _write_json(directory / "config.json", model)
-    generation = {**ids, "eos_token_id": sorted(end_ids) or ids["eos_token_id"]}
-    _write_json(directory / "generation_config.json", generation)
-    _save_tokenizer(tokenizer, directory)
-
-
-def _shape_dict(params: Params) -> PyTree:
-    return jax.tree.map(lambda x: tuple(x.shape), dict(params))
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Saves a tokenizer so that transformers 4 reads it too: 5 renamed its class and a list."""
-    tokenizer.save_pretrained(directory)
-    path = directory / "tokenizer_config.json"
-    content = _read_json(path)
-    if content.get("tokenizer_class") == "TokenizersBackend":
-        content["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(content.get("extra_special_tokens"), list):
-        content["additional_special_tokens"] = content.pop("extra_special_tokens")
-    _write_json(path, content)
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Puts a finished directory in its place; what was there goes last."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_weights(
-    directory: Path,
-    config: LlamaConfig,
-    params: Params,
-    dtype: np.dtype,
-    max_shard_bytes: int,
-    writes: bool,
-) -> None:
-    """Writes the shards and, if there are several, their index."""
-    shards = _plan_shards(config, dtype.itemsize, max_shard_bytes)
-    many, where = len(shards) > 1, {}
-    for number, shard in enumerate(shards, 1):
-        suffix = f"-{number:05}-of-{len(shards):05}" if many else ""
-        name = f"model{suffix}.safetensors"
-        where.update(dict.fromkeys(shard, name))
-        arrays = (_gather(params, tensor, dtype) for tensor in shard)
-        if writes:
-            with (directory / name).open("wb") as file:
-                _write_file(file, shard, dtype, arrays)
-        else:
-            for _ in arrays:  # the gathers are collective
-                pass
-    if many and writes:
-        total = sum(math.prod(shape) for shard in shards for shape in shard.values())
-        index = {"metadata": {"total_size": total * dtype.itemsize}, "weight_map": where}
-        _write_json(directory / "model.safetensors.index.json", index)
-
-
-def _plan_shards(
-    config: LlamaConfig, itemsize: int, max_bytes: int
-) -> list[dict[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors of each file."""
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    used = 0
-    for name, shape in _expected(config):
-        size = math.prod(shape) * itemsize
-        if shards[-1] and used + size > max_bytes:
-            shards.append({})
-            used = 0
-        shards[-1][name] = shape
-        used += size
-    return shards
-
-
-def _write_file(
-    file: BinaryIO,
-    shard: Mapping[str, tuple[int, ...]],
-    dtype: np.dtype,
-    arrays: Iterator[np.ndarray],
-) -> None:
-    """Writes one safetensors file; the header is known before any tensor is gathered."""
-    kinds = {np.dtype(kind): name for name, kind in _SAFETENSORS_DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    stop = 0
-    for name, shape in shard.items():
-        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": kinds[dtype], "shape": shape, "data_offsets": [start, stop]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
-    file.write(len(text).to_bytes(8, "little") + text)
-    for array in arrays:
-        file.write(np.ascontiguousarray(array).view(np.uint8).data)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _layer(stacked: jax.Array, i: jax.Array, dtype: np.dtype) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stacked, i, keepdims=False).astype(dtype)
-
-
-def _gather(params: Params, name: str, dtype: np.dtype) -> np.ndarray:
-    """One tensor of a checkpoint on the host, in Hugging Face's layout."""
-    top = {hf_name: leaf for leaf, hf_name in _NAMES.items()}
-    if name in top:
-        leaf = top[name]
-        value = jnp.asarray(params[leaf], dtype)
-    else:
-        _, _, layer, rest = name.split(".", 3)
-        leaf = next(leaf for leaf, hf_name in _LAYER_NAMES.items() if hf_name == rest)
-        value = _layer(params["layers"][leaf], int(layer), dtype)
-    if not value.is_fully_addressable:
-        value = multihost_utils.process_allgather(value, tiled=True)
-    host = np.asarray(value)
-    shape = _hf_shape(leaf, host.shape)
-    return host.reshape(shape[::-1]).T if leaf in _INPUT_AXES else host.reshape(shape)
