@@ -8,6 +8,7 @@ decode loop gathers no weights. Batches lead with P, spread over `data` and `fsd
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -111,8 +112,14 @@ def param_shardings(axes: PyTree, shapes: Params, mesh: Mesh, role: Role) -> Par
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     tree = jax.tree.map(one, axes, shapes, is_leaf=is_axes)
     if uneven and role == "training":
-        log.warning("replicated because they do not divide: %s", ", ".join(uneven))
+        _warn_once(f"replicated because they do not divide: {', '.join(uneven)}")
     return tree
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """A run asks for its shardings many times; the user hears of it once."""
+    log.warning(message)
 
 
 def state_shardings(state: PyTree, params: Params, shardings: Params, mesh: Mesh) -> PyTree:

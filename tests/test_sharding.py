@@ -157,6 +157,7 @@ def test_training_spreads_over_fsdp_and_tensor_and_sampling_over_tensor(caplog):
 def test_what_does_not_divide_is_replicated_and_said_once(caplog):
     mesh = make_mesh(1, 4, 2)
     with caplog.at_level(logging.WARNING):
+        specs(UNEVEN, mesh, "training")
         training = specs(UNEVEN, mesh, "training")
     [record] = caplog.records
     said = record.getMessage()
