@@ -55,7 +55,7 @@ def get_config() -> ml_collections.ConfigDict:
         "max_prompt_length": 13,
         "max_completion_length": 36,
         "remat": "none",
-        "logits_chunk": 0,
+        "checkpoint_every": 100,
         "log_every": 25,
     }
 
@@ -63,6 +63,7 @@ def get_config() -> ml_collections.ConfigDict:
         "algorithm": {"name": "grpo", "kl_weight": 0.04},
         "data": {
             "source": "jax_grpo.arithmetic.problems",
+            "split": "fresh",  # none that a demonstration has shown
             "count": 20_000,
             "seed": 3,
             **NUMBERS,
@@ -80,7 +81,7 @@ def get_config() -> ml_collections.ConfigDict:
         "max_prompt_length": 13,
         "max_completion_length": 36,
         "remat": "none",
-        "logits_chunk": 0,
+        "checkpoint_every": 20,
         "log_every": 5,
     }
     return config

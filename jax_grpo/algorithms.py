@@ -124,7 +124,8 @@ def grpo(
         raise ValueError(f"dual_clip is {dual_clip}: it must be 0 (off) or more than 1")
     losses.check_kl_estimator(kl_estimator, kl_in)
     reduce = make_reduction(reduction, reduction_length)
-    penalised_loss = kl_weight > 0 and kl_in == "loss"
+    # A KL in the reward is shown by k3, whatever estimates it there.
+    shown_estimator = kl_estimator if kl_in == "loss" else "k3"
 
     def experience(
         rollout: Rollout, rewards: Rewards, scores: Scores, state: PyTree
@@ -139,9 +140,7 @@ def grpo(
         if reference is not None and kl_in == "reward":  # those cut pay for their KL, too
             total = losses.kl_in_reward(total, behavior, reference, mask, kl_weight, kl_estimator)
         advantages = ADVANTAGES[advantage](total, valid)
-        return Experience(
-            advantages, counted, behavior, reference if penalised_loss else None
-        ), state
+        return Experience(advantages, counted, behavior, reference), state
 
     def loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
         mask, logps = experience.mask, outputs.logps
@@ -153,9 +152,9 @@ def grpo(
         if experience.reference_logps is not None:
             token_ratio = losses.policy_ratio(logps, experience.behavior_logps, mask)
             kl = losses.kl_penalty(
-                kl_estimator, logps, experience.reference_logps, mask, token_ratio
+                shown_estimator, logps, experience.reference_logps, mask, token_ratio
             )
-            terms["kl"] = Term(*reduce(kl, mask), kl_weight)
+            terms["kl"] = Term(*reduce(kl, mask), kl_weight if kl_in == "loss" else 0.0)
         if outputs.entropy is not None:
             terms["entropy"] = Term(*losses.token_mean(outputs.entropy, mask))
         low, high = losses.clipped_tokens(ratio, experience.advantages, clip_low, clip_high)

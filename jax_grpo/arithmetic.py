@@ -22,24 +22,30 @@ import numpy as np
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Split = Literal["train", "heldout"]
+Split = Literal["train", "fresh", "heldout"]
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 TAGS = ("<thinking>", "</thinking>", r"\boxed{", "}")
 # The order is the token id, and models are saved with it: add at the end only.
 VOCABULARY = (PAD, END, UNKNOWN, *"0123456789", *"+-=?;", *TAGS, " ", "\n")
 
-_HELDOUT_ONE_IN = 10
+# Of ten problems one is held out, five are for demonstrations and four stay fresh for what follows.
+_TENTHS: dict[Split, tuple[int, ...]] = {
+    "heldout": (0,),
+    "train": (1, 3, 5, 7, 9),
+    "fresh": (2, 4, 6, 8),
+}
 
 
-def is_heldout(expression: str) -> bool:
-    """Whether a problem is kept out of training: one in ten, by a hash of its expression.
+def split_of(expression: str) -> Split:
+    """The split that a problem belongs to for good, by a hash of its expression.
 
-    >>> [is_heldout(e) for e in ("1+1", "1+2", "1+3", "2+5-1")]
-    [False, False, False, False]
+    >>> [split_of(e) for e in ("1+1", "1+2", "1+3", "2+5-1")]
+    ['train', 'fresh', 'fresh', 'train']
     """
     digest = hashlib.blake2b(expression.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % _HELDOUT_ONE_IN == 0
+    tenth = int.from_bytes(digest, "big") % 10
+    return next(split for split, tenths in _TENTHS.items() if tenth in tenths)
 
 
 def problems(
@@ -58,7 +64,7 @@ def problems(
     chains run out first, so a large `count` has more long ones.
 
     Args:
-        split: "train" or "heldout"; no problem is in both, whatever the other arguments.
+        split: "train", "fresh" or "heldout"; no problem is in two, whatever the other arguments.
         count: how many rows.
         seed: the same arguments give the same rows.
         min_terms: least number of operands.
@@ -74,8 +80,8 @@ def problems(
     >>> sorted(problems("heldout", 1)[0])
     ['answer', 'prompt']
     """
-    if split not in ("train", "heldout"):
-        raise ValueError(f"split is 'train' or 'heldout', not {split!r}")
+    if split not in _TENTHS:
+        raise ValueError(f"split is 'train', 'fresh' or 'heldout', not {split!r}")
     if count < 0:
         raise ValueError(f"count must not be negative: {count}")
     if not 1 <= min_terms <= max_terms or max_operand < 1 or max_partial < 1:
@@ -83,8 +89,8 @@ def problems(
             "problems need 1 <= min_terms <= max_terms, max_operand >= 1 and max_partial >= 1, not "
             f"{min_terms=}, {max_terms=}, {max_operand=}, {max_partial=}"
         )
-    rng = np.random.default_rng((seed, split == "heldout"))
-    share = 1 / _HELDOUT_ONE_IN if split == "heldout" else 1 - 1 / _HELDOUT_ONE_IN
+    rng = np.random.default_rng((seed, _TENTHS[split][0]))
+    share = len(_TENTHS[split]) / 10
     found: dict[str, int] = {}
     repeats: list[tuple[str, int]] = []
     budget = 20 * count + 100_000  # draws, about two seconds per million
@@ -95,7 +101,7 @@ def problems(
         for expression, answer in _chains(rng, terms, max_operand, max_partial):
             if expression in found:
                 repeats.append((expression, answer))
-            elif is_heldout(expression) == (split == "heldout"):
+            elif split_of(expression) == split:
                 found[expression] = answer
     if count and not found:
         raise ValueError(

@@ -69,7 +69,7 @@ def save(
 
     Args:
       manager: from `open_checkpoints`.
-      step: optimizer steps taken.
+      step: steps of the loop taken; an update for each minibatch in each.
       state: NamedTuples and empty nodes come back as they were.
       meta: JSON values only; tuples come back as lists.
       force: write whether or not it is due.

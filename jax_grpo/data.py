@@ -7,6 +7,7 @@ restored, and every host builds the same batch.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -310,10 +311,16 @@ def prompt_batch(prompts: Prompts, indices: np.ndarray, length: int) -> PromptBa
 
     Args:
         prompts: of `encode_prompts`.
-        indices: int [P], rows of `prompts`.
+        indices: int [P], rows of `prompts`. Where a step has one twice (at the end of an epoch),
+            the second goes by another number, as rows decide the sampler's draws.
         length: L, at least the longest prompt's.
     """
-    return _prompt_batch([prompts.token_ids[i] for i in indices], indices, length)
+    seen: Counter[int] = Counter()
+    distinct = np.zeros(len(indices), np.int32)
+    for place, i in enumerate(int(i) for i in indices):
+        distinct[place] = i + seen[i] * len(prompts.token_ids)
+        seen[i] += 1
+    return _prompt_batch([prompts.token_ids[i] for i in indices], distinct, length)
 
 
 def demonstration_rollout(
@@ -410,7 +417,7 @@ def reward_arguments(
 
     Args:
         prompts: of `encode_prompts`.
-        indices: int [P], rows of `prompts`.
+        indices: int [P], rows of `prompts` as `prompt_batch` numbers them.
         texts: P * G completions, a group after the other.
 
     Returns:
@@ -421,7 +428,7 @@ def reward_arguments(
     group, rest = divmod(len(texts), len(indices))
     if rest:
         raise ValueError(f"{len(texts)} completions for {len(indices)} prompts")
-    repeated = [int(i) for i in indices for _ in range(group)]
+    repeated = [int(i) % len(prompts.rows) for i in indices for _ in range(group)]
     shown = [prompts.prompts[i] for i in repeated]
     completions: list[str | Messages] = [
         [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text

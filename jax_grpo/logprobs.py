@@ -88,11 +88,12 @@ def token_logprobs(
     temperature: ArrayLike,
     *,
     entropy: bool = False,
-    chunk: int = 0,
+    chunk: int = 64,
 ) -> TokenLogprobs:
-    """Log-probs of given tokens, never holding `[..., T, V]` at once.
+    """Log-probs of given tokens, without holding `[..., T, V]` at once.
 
-    The position axis is cut into chunks that are scanned, and recomputed in the backward pass.
+    The position axis is cut into chunks that are scanned, and recomputed in the backward pass; the
+    gradient of the head is summed over them in float32.
 
     Args:
       hidden: `[..., T, D]`: the state that predicts each token.
@@ -105,10 +106,11 @@ def token_logprobs(
     Returns:
       `TokenLogprobs` of `[..., T]` float32.
     """
+    wide = head.astype(jnp.float32)  # so that what the chunks add up to it is float32, too
 
     @jax.checkpoint
     def one(hidden: Array, tokens: Array) -> tuple[Array, Array | None]:
-        scores = logits(hidden, head, temperature)
+        scores = logits(hidden, wide.astype(head.dtype), temperature)
         spread = entropy_of(jax.lax.stop_gradient(scores)) if entropy else None
         return log_softmax_at(scores, tokens), spread
 

@@ -1,8 +1,7 @@
-"""Metrics: to `metrics.jsonl`, to TensorBoard and to the terminal, fetched one step late.
+"""Metrics: to `metrics.jsonl`, to TensorBoard and to the terminal.
 
-The device runs ahead of the host: asking for a step's numbers at once would make the host wait and
-then the device. So `Writers.record` keeps them and fetches those of the step before. Only process
-0 writes; all processes get the numbers back, to agree on what to do about them.
+The loop hands them over one step late, when the device has them and is busy with the next. Only
+process 0 writes; all processes get the numbers back, to agree on what to do about them.
 
 The names are those that TRL's users know. What the host knows without the device, rewards and
 lengths, is summed up here in NumPy.
@@ -41,43 +40,32 @@ _SHOWN = {
 
 
 class Writers:
-    """Holds the open files, and the metrics of the step that is not fetched yet."""
+    """Holds the open files."""
 
     def __init__(self, sinks: Sequence[Sink], resources: ExitStack) -> None:
         """Takes over `resources`; use `open_writers`."""
         self._sinks = sinks
         self._resources = resources
-        self._kept: tuple[int, Mapping[str, ArrayLike]] | None = None
 
-    def record(self, step: int, metrics: Mapping[str, ArrayLike]) -> tuple[int, Metrics] | None:
-        """Keeps this step's metrics; fetches, writes and returns those of the step before.
+    def write(self, step: int, metrics: Mapping[str, ArrayLike]) -> Metrics:
+        """Fetches a step's metrics and writes them everywhere.
 
         Args:
-          step: optimizer steps taken, this one included.
-          metrics: scalars, on the device or not.
+          step: steps taken, this one included.
+          metrics: scalars, on the device or not; fetching them waits for the device.
 
         Returns:
-          (step, floats) of the step recorded before this one, None at the first.
+          The metrics as floats.
         """
-        before = self.flush()
-        self._kept = step, dict(metrics)
-        return before
-
-    def flush(self) -> tuple[int, Metrics] | None:
-        """Fetches, writes and returns what is kept, if anything; call it before a checkpoint."""
-        if self._kept is None:
-            return None
-        step, kept = self._kept
-        self._kept = None
-        metrics = {name: float(value) for name, value in jax.device_get(kept).items()}
+        fetched = jax.device_get(dict(metrics))
+        floats = {name: float(value) for name, value in fetched.items()}
         for sink in self._sinks:
-            sink(step, metrics)
-        return step, metrics
+            sink(step, floats)
+        return floats
 
-    def close(self) -> tuple[int, Metrics] | None:
-        """Flushes, then closes all files."""
-        with self._resources:
-            return self.flush()
+    def close(self) -> None:
+        """Closes all files."""
+        self._resources.close()
 
 
 def open_writers(

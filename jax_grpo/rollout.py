@@ -7,6 +7,7 @@ changing them does not compile again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,6 +80,7 @@ def generate(
     max_completion_length: int,
     truncation: Truncation = EVERYTHING,
     greedy: bool = False,
+    attention_impl: str = "xla",
 ) -> Rollout:
     """Samples `num_generations` completions of each prompt.
 
@@ -94,6 +96,7 @@ def generate(
       max_completion_length: C, the size of the buffers.
       truncation: top-k, top-p, min-p.
       greedy: take the most likely token each time.
+      attention_impl: see `attention`.
 
     Returns:
       A `Rollout` of `[P, G, C]`.
@@ -107,7 +110,8 @@ def generate(
     keys, ends = draw_keys(key, prompts.rows, G), jnp.asarray(end_ids, jnp.int32)
 
     positions = jnp.broadcast_to(jnp.arange(L), (P, 1, L))
-    hidden, prefix = forward(config, params, prompts.token_ids[:, None], positions)
+    run = functools.partial(forward, config, params, attention_impl=attention_impl)
+    hidden, prefix = run(prompts.token_ids[:, None], positions)
     last = jnp.take_along_axis(hidden, (prompts.lengths - 1)[:, None, None, None], axis=2)
     last = jnp.broadcast_to(last[:, :, 0], (P, G, hidden.shape[-1]))
 
@@ -131,9 +135,7 @@ def generate(
         at = state.drawn - 1
         tokens = jax.lax.dynamic_slice_in_dim(state.ids, at, 1, axis=2)
         positions = jnp.broadcast_to(prompts.lengths[:, None, None] + at, (P, G, 1))
-        hidden, cache = forward(
-            config,
-            params,
+        hidden, cache = run(
             tokens,
             positions,
             prefix=prefix,

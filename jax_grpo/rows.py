@@ -11,18 +11,12 @@ from __future__ import annotations
 import csv
 import inspect
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_grpo.rewards.contract import shorten
 from jax_grpo.rewards.naming import import_object
-
-if TYPE_CHECKING:
-    pass
-
-log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 

@@ -8,6 +8,7 @@ to the prompt's keys and to itself.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -41,8 +42,9 @@ def score(
     layout: Layout,
     *,
     entropy: bool = False,
-    chunk: int = 0,
+    chunk: int = 64,
     remat: str = "none",
+    attention_impl: str = "xla",
 ) -> Outputs:
     """Log-probs of every completion token, and the entropy where it was drawn when asked.
 
@@ -53,6 +55,7 @@ def score(
       entropy: also the entropy at each position.
       chunk: completion positions whose logits exist at once; 0 is all.
       remat: see `forward`.
+      attention_impl: see `attention`.
 
     Returns:
       `Outputs` of `[P, G, C]` float32; what stands at padding is finite and means nothing.
@@ -61,19 +64,15 @@ def score(
     C = layout.completion_ids.shape[-1]
     lengths = layout.prompt_lengths[:, None, None]
     prompt_positions = jnp.broadcast_to(jnp.arange(L), (P, 1, L))
-    prompt, prefix = forward(
-        config, params, layout.prompt_ids[:, None], prompt_positions, remat=remat
-    )
+    run = functools.partial(forward, config, params, remat=remat, attention_impl=attention_impl)
+    prompt, prefix = run(layout.prompt_ids[:, None], prompt_positions)
     # All C positions are run, though the last predicts nothing that is scored: C is a round number,
     # C - 1 is not.
-    completion, _ = forward(
-        config,
-        params,
+    completion, _ = run(
         layout.completion_ids,
         jnp.broadcast_to(lengths + jnp.arange(C), layout.completion_ids.shape),
         prefix=prefix,
         prefix_lengths=layout.prompt_lengths,
-        remat=remat,
     )
     # A token is predicted from its left neighbour, the first one from the prompt's last token.
     last = jnp.take_along_axis(prompt, lengths[..., None] - 1, axis=2)

@@ -58,7 +58,7 @@ class Sampling(NamedTuple):
 
     num_generations: int  # G
     max_new_tokens: int  # at most C
-    temperature: optax.Schedule  # by step
+    temperature: Callable[[int], float]  # by step, on the host
     truncation: Truncation
 
 
@@ -93,6 +93,7 @@ class Stage(NamedTuple):
     minibatches: int
     micro_batches: int
     remat: str
+    attention_impl: str
     logits_chunk: int
     max_skipped: int
     checkpoint_every: int
@@ -147,8 +148,14 @@ def compile_stage(model: Model, stage: Stage) -> Functions:
         return jax.tree.map(jnp.copy, cast_params(params, dtype))
 
     def reference_logps(params: Params, layout: Layout) -> Array:
-        chunk, remat = stage.logits_chunk, stage.remat
-        return score(config, params, layout, chunk=chunk, remat=remat).logps
+        return score(
+            config,
+            params,
+            layout,
+            chunk=stage.logits_chunk,
+            remat=stage.remat,
+            attention_impl=stage.attention_impl,
+        ).logps
 
     def minibatches(batch: Batch) -> list[Batch]:
         parts = split(batch, stage.minibatches)
@@ -165,6 +172,7 @@ def compile_stage(model: Model, stage: Stage) -> Functions:
                 num_generations=stage.sampling.num_generations,
                 max_completion_length=stage.completion_length,
                 truncation=stage.sampling.truncation,
+                attention_impl=stage.attention_impl,
             )
         )
     update = make_update(
@@ -175,6 +183,7 @@ def compile_stage(model: Model, stage: Stage) -> Functions:
         micro_batches=stage.micro_batches,
         remat=stage.remat,
         logits_chunk=stage.logits_chunk,
+        attention_impl=stage.attention_impl,
     )
     return Functions(
         sampling_copy=make_sampling_copy(config, mesh, dtype),

@@ -43,7 +43,8 @@ def make_update(
     compute_dtype: DTypeLike = jnp.float32,
     micro_batches: int = 1,
     remat: str = "none",
-    logits_chunk: int = 0,
+    logits_chunk: int = 64,
+    attention_impl: str = "xla",
 ) -> Update:
     """Builds the update of one algorithm, to be jitted with the state donated.
 
@@ -55,6 +56,7 @@ def make_update(
       micro_batches: slices of P run one after the other; must divide P.
       remat: see `forward`.
       logits_chunk: completion positions whose logits exist at once; 0 is all.
+      attention_impl: see `attention`.
 
     Returns:
       `update(state, layout, experience) -> (state, metrics)`. When loss or gradient is not
@@ -71,12 +73,14 @@ def make_update(
             entropy=algorithm.needs_entropy,
             chunk=logits_chunk,
             remat=remat,
+            attention_impl=attention_impl,
         )
         terms = algorithm.loss(outputs, experience)
         means = {name: term.sum / totals[name] for name, term in terms.items()}
         loss = jnp.float32(0)
         for name, term in terms.items():
-            loss += jnp.asarray(term.coefficient, jnp.float32) * means[name]
+            if not (isinstance(term.coefficient, int | float) and term.coefficient == 0):
+                loss += jnp.asarray(term.coefficient, jnp.float32) * means[name]
         gap = sampler_gap(outputs.logps, experience)
         means[GAP_MEAN] = jnp.sum(gap) / totals[GAP_MEAN]
         return loss, ({"loss": loss, **means}, jnp.max(gap))

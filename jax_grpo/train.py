@@ -80,7 +80,7 @@ def policy_step(
     rows = _rows(stage, step)  # [P]
     prompts = data.prompt_batch(stage.data, rows, stage.prompt_length)  # [P, L]
     prompts = put_batch(prompts, model.mesh)
-    temperature = float(stage.sampling.temperature(step))
+    temperature = stage.sampling.temperature(step)
     key = purpose_key(stage.seed, stage.number, TRAINING, step)
     rollout = run.generate(
         run.sampling_copy(state.params), prompts, key, temperature, stage.sampling.max_new_tokens
@@ -107,6 +107,8 @@ def policy_step(
         log_extra=lambda column, values: extra.update({column: list(values)}),
     )  # [P, G, R]
     judged = time.monotonic()
+    jax.block_until_ready(scores)  # the update needs them anyway
+    scored = time.monotonic()
 
     experience, algorithm_state = run.experience(rollout, rewards, scores, state.algorithm_state)
     state, batch = state._replace(algorithm_state=algorithm_state), (layout, experience)
@@ -123,6 +125,7 @@ def policy_step(
         "tokens_per_second/rollout": tokens / max(sampled - start, 1e-9),
         "seconds/rollout": sampled - start,
         "seconds/rewards": judged - sampled,
+        "seconds/reference": scored - sampled if reference is not None else 0.0,
     }
     return Taken(state, measured, batch, extra)
 
@@ -204,8 +207,9 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> tu
     restored = checkpoint.restore_latest(manager, run.state)
     if restored is not None:
         start, state, meta = restored
+        jax.tree.map(lambda x: x.delete(), params)  # whoever called holds them still
     else:
-        start, meta = 0, {"seconds": 0.0, "num_tokens": 0}
+        start, meta = 0, {"seconds": 0.0, "num_tokens": 0, "skipped": 0}
         make = functools.partial(init_state, optimizer=stage.optimizer, algorithm=stage.algorithm)
         shardings = jax.tree.map(lambda x: x.sharding, run.state)
         state = jax.jit(make, donate_argnums=0, out_shardings=shardings)(params)
@@ -218,7 +222,7 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> tu
         log_every=stage.log_every,
     )
     pending: tuple[int, float, Taken] | None = None
-    skipped, tokens, before = 0, int(meta["num_tokens"]), float(meta["seconds"])
+    skipped, tokens, before = meta["skipped"], meta["num_tokens"], meta["seconds"]
 
     def finish() -> None:
         """Waits for the update that was dispatched last, writes its metrics and looks at them."""
@@ -241,9 +245,8 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> tu
         if taken.extra and jax.process_index() == 0:
             # What rewards said by log_extra: a step that is taken again replaces its own file.
             write_json(workdir / "extra" / f"{stage.name}-{step}.json", taken.extra)
-        writers.record(step, taken.metrics)
-        _, values = writers.flush() or (step, {})
-        skipped += values["finite"] < 1
+        values = writers.write(step, taken.metrics)
+        skipped += round((1 - values["finite"]) * stage.passes * stage.minibatches)
         if skipped > stage.max_skipped:
             manager.wait_until_finished()
             _stop(stage.name, step, taken, values, manager, workdir)
@@ -258,9 +261,10 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> tu
             taken = take(step)
             state, pending = taken.state, (step + 1, time.monotonic(), taken)
             last = step + 1 == stage.num_steps
-            if last or (step + 1) % stage.checkpoint_every == 0:
+            if last or manager.should_save(step + 1):
                 finish()
-                meta = {"seconds": before + time.monotonic() - began, "num_tokens": tokens}
+                seconds = before + time.monotonic() - began
+                meta = {"seconds": seconds, "num_tokens": tokens, "skipped": skipped}
                 checkpoint.save(manager, step + 1, state, meta, force=last)
     finally:
         writers.close()

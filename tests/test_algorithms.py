@@ -183,7 +183,11 @@ def test_kl_in_the_reward_by_hand(settings, kl):
     means = np.array([[total[0, :3].mean()], [total[1].mean()]])
     expected = (total - means) * [[1, 1, 1, 0], [1, 1, 1, 1]]
     np.testing.assert_allclose(found.advantages, expected, rtol=1e-5, atol=1e-6)
-    assert found.reference_logps is None  # it has said what it had to say
+    # what it has said in the reward, the loss shows and no more
+    terms = grpo(kl_weight=0.5, kl_in="reward", **settings).loss(
+        Outputs(found.behavior_logps), found
+    )
+    assert terms["kl"].coefficient == 0.0
     where = WITHOUT_CUT if "truncated" in settings else JUDGED
     np.testing.assert_array_equal(found.mask, where)
 

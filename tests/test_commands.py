@@ -274,7 +274,7 @@ def get_config():
 STAGE_KEYS = (
     "algorithm, data, optimizer, prompts_per_step, max_prompt_length, max_completion_length, "
     "num_steps, num_epochs, sampling, rewards, passes, minibatches, micro_batches, remat, "
-    "logits_chunk, max_skipped, checkpoint_every, keep_checkpoints, log_every"
+    "attention, logits_chunk, max_skipped, checkpoint_every, keep_checkpoints, log_every"
 )
 PROBLEM_KEYS = "split, count, seed, min_terms, max_terms, max_operand, max_partial"
 
@@ -388,7 +388,10 @@ def test_configs_that_are_refused(here, config, flag, expected):
         ("num_prompts=-1", "config.evaluation: num_prompts must not be negative, got -1"),
         ("num_prompt=3", "config.evaluation: no key 'num_prompt'; valid keys: data, rewards, meas"),
         ("max_new_tokens=504", "a prompt of 13 and a completion of 504 tokens exceed the model's"),
-        ("data.split=trainn", "config.evaluation: split is 'train' or 'heldout', not 'trainn'"),
+        (
+            "data.split=trainn",
+            "config.evaluation: split is 'train', 'fresh' or 'heldout', not 'trainn'",
+        ),
     ],
 )
 def test_evaluations_that_are_refused(here, config, flag, expected):

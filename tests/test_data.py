@@ -149,7 +149,7 @@ def test_bytes_that_are_no_text(tmp_path):
         ({"path": "./missing"}, "no such data file: ./missing"),
         ({"source": "jax_grpo.arithmetic.problem"}, "jax_grpo.arithmetic has no 'problem'"),
         ({"source": "jax_grpo.arithmetic.problems", "cont": 3}, "it takes: split, count, seed"),
-        ({"source": "jax_grpo.arithmetic.is_heldout", "expression": "1"}, "not a list of rows but"),
+        ({"source": "jax_grpo.arithmetic.split_of", "expression": "1"}, "not a list of rows but"),
     ],
 )
 def test_bad_arguments_give_one_line(arguments, message):
@@ -414,7 +414,9 @@ def test_prompt_batch():
         batch.token_ids, [[1, 8, 9, 10, 0], [1, 7, 0, 0, 0], [1, 8, 9, 10, 0]]
     )
     np.testing.assert_array_equal(batch.lengths, [4, 2, 4])
-    np.testing.assert_array_equal(batch.rows, [1, 0, 1])
+    # a row's second place is another number, for its own draws: 1 + 2 rows
+    np.testing.assert_array_equal(batch.rows, [1, 0, 3])
+    assert data.reward_arguments(prompts, batch.rows, ["x"] * 3)[0] == ["bcd", "a", "bcd"]
     assert {array.dtype for array in batch} == {np.dtype(np.int32)}
     with pytest.raises(ValueError, match="4 tokens do not fit in 3"):
         data.prompt_batch(prompts, np.array([1]), 3)

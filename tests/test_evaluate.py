@@ -139,7 +139,7 @@ class Answers:
 
     def __call__(self, params: Any, prompts: PromptBatch, key: Any) -> Rollout:
         assert params == "params"
-        rows = np.asarray(prompts.rows)
+        rows = np.asarray(prompts.rows) % len(PROMPTS.rows)  # repeats go by another number
         self.batches.append(rows.tolist())
         self.keys.append(key)
         width = prompts.token_ids.shape[1]

@@ -21,26 +21,18 @@ def _write(workdir, stage, steps, *, start_step=0, offset=0.0):
         workdir, stage, total_steps=10, start_step=start_step, progress=False, log_every=100
     )
     for step in steps:
-        writers.record(step, {"loss": jnp.float32(step + offset)})
+        writers.write(step, {"loss": jnp.float32(step + offset)})
     writers.close()
 
 
-def test_metrics_come_one_step_late(tmp_path):
+def test_metrics_are_fetched_and_written_as_floats(tmp_path):
     writers = open_writers(tmp_path, "sft", total_steps=3, progress=False)
-    assert writers.record(1, {"loss": jnp.float32(0.5)}) is None
-    assert _rows(tmp_path) == []
-    assert writers.record(2, {"loss": jnp.float32(0.25), "tokens": 7}) == (1, {"loss": 0.5})
-    assert _rows(tmp_path) == [{"stage": "sft", "step": 1, "loss": 0.5}]
-    assert writers.flush() == (2, {"loss": 0.25, "tokens": 7.0})
-    assert writers.flush() is None
-    assert writers.record(3, {"loss": jnp.float32(math.nan)}) is None
-    step, metrics = writers.close()
-    assert step == 3
-    assert math.isnan(metrics["loss"])
-    assert _rows(tmp_path)[1:] == [
-        {"stage": "sft", "step": 2, "loss": 0.25, "tokens": 7.0},
-        {"stage": "sft", "step": 3, "loss": None},  # JSON has no NaN
-    ]
+    found = writers.write(1, {"loss": jnp.float32(0.25), "tokens": 7})
+    assert found == {"loss": 0.25, "tokens": 7.0}
+    assert _rows(tmp_path) == [{"stage": "sft", "step": 1, "loss": 0.25, "tokens": 7.0}]
+    assert math.isnan(writers.write(2, {"loss": jnp.float32(math.nan)})["loss"])
+    writers.close()
+    assert _rows(tmp_path)[1:] == [{"stage": "sft", "step": 2, "loss": None}]  # JSON has no NaN
 
 
 def test_no_line_twice_after_resume(tmp_path):
@@ -79,7 +71,7 @@ def test_lines_show_what_is_there(tmp_path, capsys):
     writers = open_writers(tmp_path, "grpo", total_steps=4, progress=False, log_every=2)
     metrics = {"reward": 1.9312, "loss": 0.1, "completions/mean_length": 1234.5, "kl": 0.01234}
     for step in (1, 2, 3, 4):
-        writers.record(step, {**metrics, "entropy": 2.0, "grad_norm": 0.8})
+        writers.write(step, {**metrics, "entropy": 2.0, "grad_norm": 0.8})
     writers.close()
     lines = capsys.readouterr().err.splitlines()
     shown = "reward 1.93 length 1234 kl 0.0123 grad_norm 0.8"
@@ -96,8 +88,8 @@ def test_lines_show_what_is_there(tmp_path, capsys):
 
 def test_progress_bar(tmp_path, capsys):
     writers = open_writers(tmp_path, "grpo", total_steps=4, start_step=2, progress=True)
-    writers.record(3, {"reward": 2.5})
-    writers.record(4, {"reward": 2.75})
+    writers.write(3, {"reward": 2.5})
+    writers.write(4, {"reward": 2.75})
     writers.close()
     last = capsys.readouterr().err.rstrip().split("\r")[-1]
     assert "grpo: 100%" in last
@@ -107,7 +99,7 @@ def test_progress_bar(tmp_path, capsys):
 
 def test_a_terminal_decides_between_bar_and_lines(tmp_path, capsys):
     writers = open_writers(tmp_path, "grpo", total_steps=2)  # under test stderr is none
-    writers.record(1, {"reward": 2.5})
+    writers.write(1, {"reward": 2.5})
     writers.close()
     assert capsys.readouterr().err.startswith("grpo 1/2 reward 2.5 ")
 

@@ -68,9 +68,9 @@ MASK[5, 0, 2] = MASK[5, 1, 0] = False  # holes
 MASK[5, 2] = False  # a whole completion that does not count
 
 
-def bigram_score(config, params, layout, *, entropy=False, chunk=0, remat="none") -> Outputs:
+def bigram_score(config, params, layout, *, entropy=False, **_) -> Outputs:
     """Each token is predicted from the one before it alone: `params["table"][before]`."""
-    del config, chunk, remat
+    del config
     last = jnp.take_along_axis(layout.prompt_ids, layout.prompt_lengths[:, None] - 1, axis=1)
     first = jnp.broadcast_to(last[:, :, None], layout.completion_ids[..., :1].shape)
     before = jnp.concatenate([first, layout.completion_ids[..., :-1]], axis=-1)

@@ -45,8 +45,8 @@ stage = Stage(
     data=None, num_steps=10, prompts_per_step=8, prompt_length=128, completion_length=128,
     sampling=Sampling(4, 128, lambda step: 1.0, Truncation()),
     verifiers=Verifiers((None,), ("correctness",), (1.0,)),
-    passes=1, minibatches=1, micro_batches=2, remat="full", logits_chunk=64, max_skipped=0,
-    checkpoint_every=1, keep_checkpoints=1, log_every=1,
+    passes=1, minibatches=1, micro_batches=2, remat="full", attention_impl="xla",
+    logits_chunk=64, max_skipped=0, checkpoint_every=1, keep_checkpoints=1, log_every=1,
 )
 found = {}
 with jax.set_mesh(mesh):

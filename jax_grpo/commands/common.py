@@ -9,7 +9,7 @@ import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,12 @@ from jax.typing import DTypeLike
 from jax_grpo import checkpoint
 from jax_grpo.models import hf
 from jax_grpo.models.config import LlamaConfig
-from jax_grpo.models.llama import param_axes, param_shapes
+from jax_grpo.models.llama import cast_params, param_axes, param_shapes
 from jax_grpo.sharding import param_shardings
+from jax_grpo.types import Params
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MODEL_DIRECTORY = "model"  # in a workdir: config and tokenizer, without weights
 
@@ -107,22 +111,35 @@ def _is_a(value: Any, hint: Any) -> bool:
 def compute_dtype(name: str) -> DTypeLike:
     """The dtype of that name; `auto` is float32 on CPU and bfloat16 elsewhere.
 
+    float32 then means float32: by default TPUs and GPUs multiply it in fewer bits.
+
     Raises:
       ValueError: for another name.
     """
     if name == "auto":
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"dtype {name!r} is not one of: auto, float32, bfloat16")
+    if name == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
     return jnp.dtype(name)
 
 
-def load(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> hf.Loaded:
-    """Loads a model from a workdir, a Hugging Face directory or hub id, or a GGUF file.
+class Opened(NamedTuple):
+    """A model whose weights have not been read yet."""
+
+    config: LlamaConfig
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]
+    read: Callable[[], Params]
+
+
+def open_model(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> Opened:
+    """Opens a workdir, a Hugging Face directory or hub id, or a GGUF file.
 
     Args:
       model: which.
-      mesh: each parameter is read straight into its shards on it.
+      mesh: `read` puts each parameter straight into its shards on it.
       dtype: of the parameters.
 
     Raises:
@@ -133,26 +150,44 @@ def load(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> hf.Loaded:
         return param_shardings(param_axes(config), param_shapes(config), mesh, "training")
 
     if (Path(model) / MODEL_DIRECTORY).is_dir():
-        return _load_workdir(Path(model), shardings, dtype)
-    return hf.load_model(model, dtype, shardings)
+        return _open_workdir(Path(model), shardings, dtype)
+    found = hf.open_checkpoint(model)
+    hf.check_tensors(found.config, found.tensors, model)
+
+    def read() -> Params:
+        return hf.load_params(found.config, found.tensors, dtype, shardings(found.config), model)
+
+    return Opened(found.config, found.tokenizer, found.end_ids, read)
 
 
-def _load_workdir(
+def load(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> hf.Loaded:
+    """Opens a model and reads its weights; arguments and errors as of `open_model`."""
+    opened = open_model(model, mesh, dtype)
+    return hf.Loaded(opened.config, opened.read(), opened.tokenizer, opened.end_ids)
+
+
+def _open_workdir(
     workdir: Path, shardings: Callable[[LlamaConfig], Any], dtype: DTypeLike
-) -> hf.Loaded:
+) -> Opened:
     """The newest parameters of a run."""
     config, tokenizer, end_ids = hf.read_metadata(workdir / MODEL_DIRECTORY)
-    shapes = param_shapes(config)
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings(config)
-    )
-    stages = json.loads((workdir / "config.json").read_text())["stages"]
-    for stage in reversed(stages):
-        restored = checkpoint.read_params(workdir / "checkpoints" / stage, abstract)
-        if restored is not None:
-            params = jax.tree.map(lambda x: x.astype(dtype), restored[1])
-            return hf.Loaded(config, params, tokenizer, end_ids)
-    raise ValueError(f"{os.fspath(workdir)}: this run has no checkpoint yet")
+    names = json.loads((workdir / "config.json").read_text())["stages"]
+    stages = [workdir / "checkpoints" / name for name in reversed(names)]
+    begun = [stage for stage in stages if any(stage.glob("[0-9]*"))]
+    if not begun:
+        raise ValueError(f"{os.fspath(workdir)}: this run has no checkpoint yet")
+
+    def read() -> Params:
+        abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            param_shapes(config),
+            shardings(config),
+        )
+        found = (checkpoint.read_params(stage, abstract) for stage in begun)
+        _, params = next(restored for restored in found if restored is not None)
+        return cast_params(params, dtype)
+
+    return Opened(config, tokenizer, end_ids, read)
 
 
 def pad_to_multiple(count: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import optax
+import numpy as np
 from jax.sharding import Mesh
 
 from jax_grpo import algorithms
@@ -18,13 +18,14 @@ from jax_grpo.commands.common import (
     check_types,
     compute_dtype,
     configure,
-    load,
+    open_model,
     refusing_bad_input,
 )
 from jax_grpo.data import Demonstrations, Prompts, encode_demonstrations, encode_prompts
 from jax_grpo.data import num_steps as steps_of_epochs
 from jax_grpo.evaluate import Verifiers
 from jax_grpo.models import hf
+from jax_grpo.models.attention import IMPLEMENTATIONS
 from jax_grpo.models.config import PRESETS
 from jax_grpo.models.llama import init_params, param_axes, param_shapes
 from jax_grpo.optimizer import make_optimizer
@@ -84,11 +85,9 @@ def build_model(
     if bool(path) == bool(preset):
         raise ValueError("give one of path and preset")
     if path:
-        loaded = load(path, mesh)
-        model = Model(loaded.config, loaded.tokenizer, loaded.end_ids, mesh, dtype)
-        kept = [loaded.params]
-        del loaded
-        return model, kept.pop  # handed over, so that the loop alone holds them
+        opened = open_model(path, mesh)
+        model = Model(opened.config, opened.tokenizer, opened.end_ids, mesh, dtype)
+        return model, opened.read
     if preset not in PRESETS:
         raise ValueError(f"preset {preset!r} is not one of: {', '.join(PRESETS)}")
     if not tokenizer:
@@ -157,7 +156,10 @@ def build_sampling(
     limit = max_new_tokens or completion_length
     if not 0 < limit <= completion_length:
         raise ValueError(f"max_new_tokens must be 1 to max_completion_length, {completion_length}")
-    schedule = optax.linear_schedule(temperature, final, max(1, total_steps - 1))
+
+    def schedule(step: int) -> float:  # on the host: a device array would make it wait
+        return float(np.interp(step, [0, max(1, total_steps - 1)], [temperature, final]))
+
     return Sampling(num_generations, limit, schedule, Truncation(top_k, top_p, min_p))
 
 
@@ -203,8 +205,10 @@ def load_data(
     if "source" in given:
         settings = {k: v for k, v in given.items() if k not in ("source", "path", "rename")}
         check_types(import_object(given["source"]), settings)
-    rows = load_rows(**given, columns=("prompt",))
-    rows = rows[: limit or None]
+    columns = ("prompt", *given.pop("columns", ()))
+    rows = load_rows(**given, columns=columns)[: limit or None]
+    if len({isinstance(row["prompt"], str) for row in rows}) > 1:
+        raise ValueError("some prompts are text and some are chats: a data set has one kind")
     if completion_length and "completion" in rows[0]:
         chat = encoding.get("chat") or not isinstance(rows[0]["prompt"], str)
         turn = hf.end_of_turn(model.tokenizer) if chat else None
@@ -276,6 +280,7 @@ def build_stage(
     minibatches: int = 1,
     micro_batches: int = 1,
     remat: str = "full",
+    attention: str = "xla",
     logits_chunk: int = 64,
     max_skipped: int = 0,
     checkpoint_every: int = 100,
@@ -303,6 +308,7 @@ def build_stage(
       minibatches: optimizer steps in a pass, each on a slice of P.
       micro_batches: slices of a minibatch whose gradients are accumulated.
       remat: what the backward pass recomputes: `none`, `dots` or `full`.
+      attention: its implementation: `xla`.
       logits_chunk: completion positions whose logits exist at once; 0 is all.
       max_skipped: updates that may be skipped because they are not finite.
       checkpoint_every: steps between checkpoints.
@@ -321,10 +327,16 @@ def build_stage(
     _check_batch(model.mesh, prompts_per_step, minibatches, micro_batches)
     if remat not in ("none", "dots", "full"):
         raise ValueError(f"remat {remat!r} is not one of: none, dots, full")
+    if attention not in IMPLEMENTATIONS:
+        raise ValueError(f"attention {attention!r} is not one of: {', '.join(IMPLEMENTATIONS)}")
     prompts, demonstrations = load_data(
         data, model, max_prompt_length, max_completion_length if made.source == "dataset" else 0
     )
     rows = demonstrations or prompts
+    if prompts_per_step > len(rows.rows):
+        raise ValueError(
+            f"prompts_per_step is {prompts_per_step}, but the data have {len(rows.rows)}"
+        )
     if made.source == "dataset" and demonstrations is None:
         raise ValueError(f"algorithm {algorithm['name']} needs rows with a 'completion'")
     epochs_fit = 0 <= num_epochs < math.inf
@@ -370,6 +382,7 @@ def build_stage(
         minibatches=minibatches,
         micro_batches=micro_batches,
         remat=remat,
+        attention_impl=attention,
         logits_chunk=logits_chunk,
         max_skipped=max_skipped,
         checkpoint_every=checkpoint_every,

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+IMPLEMENTATIONS = ("xla",)
 MASKED = -1e30  # finite: a row of padding attends evenly instead of giving NaN
 
 
@@ -48,8 +49,9 @@ def attention(queries: Array, parts: Sequence[Part], implementation: str = "xla"
     Raises:
       ValueError: for an unknown implementation.
     """
-    if implementation != "xla":
-        raise ValueError(f"attention implementation {implementation!r} is not one of: xla")
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"attention implementation {implementation!r} is not one of: {known}")
     P, G, T, H, d = queries.shape
     K = parts[0].kv.keys.shape[-2]
     q = queries.reshape(P, G, T, K, H // K, d)

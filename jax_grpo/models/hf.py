@@ -238,7 +238,7 @@ def load_params(
       ValueError: names every missing, unexpected and misshapen tensor at once.
     """
     shapes = param_shapes(config, dtype)
-    _check_tensors(config, tensors, source)
+    check_tensors(config, tensors, source)
     if shardings is None:
         one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: one, shapes)
@@ -254,7 +254,7 @@ def load_params(
     return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
 
-def _check_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], source: str) -> None:
+def check_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], source: str) -> None:
     """Raises one ValueError that lists all that does not fit."""
     expected = dict(expected_tensors(config))
     missing = [name for name in expected if name not in tensors]

@@ -66,7 +66,13 @@ class Block(nnx.Module):
             self.down_bias = bias((D,), ("norm",))
 
     def attend(
-        self, x: Array, rope: Array, prefix: Part | None, cache: KeyValues | None, index: Array
+        self,
+        x: Array,
+        rope: Array,
+        prefix: Part | None,
+        cache: KeyValues | None,
+        index: Array,
+        implementation: str,
     ) -> tuple[Array, KeyValues]:
         """Self-attention of one layer, `[P, G, T, D]` to the same, and its own keys and values."""
         c, h = self.config, rms_norm(x, self.attn_norm[...], self.config.rms_norm_eps)
@@ -83,7 +89,8 @@ class Block(nnx.Module):
             )
             visible = (jnp.arange(own.keys.shape[2]) <= index)[None]
         parts = [Part(own, visible[None, None])]
-        attended = attention(q, parts if prefix is None else [prefix, *parts])
+        seen = parts if prefix is None else [prefix, *parts]
+        attended = attention(q, seen, implementation)
         out = project(attended, self.o[...], axes=2)
         return (out + self.o_bias[...] if c.o_bias else out), own
 
@@ -172,6 +179,7 @@ def forward(
     cache: Any = None,
     index: Array | int = 0,
     remat: str = "none",
+    attention_impl: str = "xla",
 ) -> tuple[Array, Any]:
     """Final hidden states of `tokens`, and the keys and values of each layer.
 
@@ -189,6 +197,7 @@ def forward(
       cache: keys and values of S positions, laid out as this function returns them.
       index: where the one token goes in the cache.
       remat: `none`, `full` (keep only each layer's input), `dots` (keep products too).
+      attention_impl: see `attention`.
 
     Returns:
       `[P, G, T, D]` hidden states after the last norm, in the compute dtype, and `KeyValues` of
@@ -205,7 +214,7 @@ def forward(
         if prompt_kv is not None:
             exists = jnp.arange(prompt_kv.keys.shape[2]) < jnp.reshape(prefix_lengths, (-1, 1))
             part = Part(jax.tree.map(lambda a: a[:, 0], prompt_kv), exists[:, None, None])
-        out, own = block.attend(x, rope, part, own_cache, jnp.asarray(index))
+        out, own = block.attend(x, rope, part, own_cache, jnp.asarray(index), attention_impl)
         x = x + out
         return shard_batch(x + block.mlp(x)), own
 
