@@ -131,7 +131,7 @@ class Opened(NamedTuple):
     config: LlamaConfig
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
-    read: Callable[[], Params]
+    read: Callable[[], Params]  # once
 
 
 def open_model(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> Opened:
@@ -154,10 +154,13 @@ def open_model(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> Opened
     found = hf.open_checkpoint(model)
     hf.check_tensors(found.config, found.tensors, model)
 
-    def read() -> Params:
-        return hf.load_params(found.config, found.tensors, dtype, shardings(found.config), model)
+    config, tensors = found.config, [found.tensors]
 
-    return Opened(found.config, found.tokenizer, found.end_ids, read)
+    def read() -> Params:
+        # Lets go of the tensors: the reader behind those of a GGUF file is large.
+        return hf.load_params(config, tensors.pop(), dtype, shardings(config), model)
+
+    return Opened(config, found.tokenizer, found.end_ids, read)
 
 
 def load(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> hf.Loaded:
