@@ -18,6 +18,7 @@ completion is to blame, that completion.
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import inspect
 import math
@@ -33,6 +34,7 @@ from jax_grpo.rewards.naming import RESERVED, Reward, resolve, reward_name, rewa
 __all__ = [
     "Reward",
     "RewardError",
+    "log_statuses",
     "resolve",
     "reward_name",
     "reward_names",
@@ -131,6 +133,30 @@ def score(
 
 def _ignore(*_: Any) -> None:
     """Log nowhere."""
+
+
+def log_statuses(
+    name: str,
+    statuses: Sequence[str],
+    whys: Sequence[str],
+    log_metric: Callable[[str, float], Any] | None,
+    log_extra: Callable[[str, list[Any]], Any] | None,
+) -> None:
+    """Log what became of each completion: shares as `NAME/STATUS`, all as columns.
+
+    Args:
+        name: the reward's.
+        statuses: n words, such as "found" or "timeout".
+        whys: n short lines for a person.
+        log_metric: the reward's own argument; None logs nothing.
+        log_extra: the same.
+    """
+    if log_metric is not None:
+        for status, count in collections.Counter(statuses).items():
+            log_metric(f"{name}/{status}", count / len(statuses))
+    if log_extra is not None:
+        log_extra(f"{name}/status", list(statuses))
+        log_extra(f"{name}/why", list(whys))
 
 
 def _call_all(
