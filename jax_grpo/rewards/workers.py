@@ -144,17 +144,7 @@ class _Worker:
     """One process, and the items that it was given and has not answered."""
 
     def __init__(self, command: Sequence[str]):
-        self.process = (
-            _spawner(os.getpid())
-            .submit(
-                subprocess.Popen,
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # an interrupt from the terminal is the parent's matter
-            )
-            .result()
-        )
+        self.process = start_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.given: collections.deque[tuple[int, bytes]] = collections.deque()
         self.deadline = time.monotonic() + _START_SECONDS
         self._started = False
@@ -211,12 +201,22 @@ class _Worker:
                 pipe.close()
 
 
+def start_process(command: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
+    """`subprocess.Popen` in a session of its own, from a thread that outlives all others.
+
+    Linux sends the signal of a parent's death when the thread that started the child ends. An
+    interrupt from the terminal is the parent's matter, hence the session.
+    """
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, start_new_session=True, **settings)
+
+    return _spawner(os.getpid()).submit(start).result()
+
+
 @functools.cache
 def _spawner(owner: int) -> concurrent.futures.ThreadPoolExecutor:
-    """The thread that starts the workers of process `owner`, and outlives its other threads.
-
-    Linux sends the signal of a parent's death when the thread that started the child ends.
-    """
+    """The thread that starts processes; a fork of `owner` has no thread, and makes its own."""
     del owner
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="verifiers")
 

@@ -1,0 +1,438 @@
+"""What a sandboxed process does to itself before it runs a program: namespaces, limits, filters.
+
+`sandbox.py` sends this file to a fresh interpreter, which calls `enter` and then runs the program.
+It must stand alone: the standard library only, and as few imports as can be, for each costs every
+program a millisecond. Two processes come of it: the keeper, trusted, which waits; and its child,
+which gives up all it can and becomes the program. Linux is what it is written for; elsewhere the
+calls that are not there are left out, and the report says so.
+
+    keeper ── unshare ── fork ── wait ── end what is left ── report the exit
+                           └── mounts ── limits ── user ── filters ── "ready" ── the program
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+
+TYPE_CHECKING = False  # the module typing would cost a millisecond
+if TYPE_CHECKING:
+    from typing import Any
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x20000, 0x2000000, 0x4000000
+CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x8000000, 1 << 28, 1 << 29, 1 << 30
+PRIVATE = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+ANY_NEW = PRIVATE | CLONE_NEWCGROUP | CLONE_NEWUSER
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
+
+# System calls by machine: x86-64, then those of the generic table (ARM and others).
+CALLS = {
+    "x86_64": {
+        **dict(pivot_root=155, ptrace=101, mount=165, umount2=166, swapon=167, reboot=169),
+        **dict(init_module=175, delete_module=176, kexec_load=246, add_key=248, request_key=249),
+        **dict(keyctl=250, unshare=272, perf_event_open=298, open_by_handle_at=304, setns=308),
+        **dict(process_vm_readv=310, process_vm_writev=311, finit_module=313, bpf=321),
+        **dict(userfaultfd=323, kexec_file_load=320, clone=56, prctl=157, socket=41, setpgid=109),
+        **dict(setsid=112, kill=62, tkill=200, tgkill=234, rt_sigqueueinfo=129, chroot=161),
+        **dict(rt_tgsigqueueinfo=297, prlimit64=302, capset=126, acct=163, personality=135),
+    },
+    "aarch64": {
+        **dict(pivot_root=41, ptrace=117, mount=40, umount2=39, swapon=224, reboot=142),
+        **dict(init_module=105, delete_module=106, kexec_load=104, add_key=217, request_key=218),
+        **dict(keyctl=219, unshare=97, perf_event_open=241, open_by_handle_at=265, setns=268),
+        **dict(process_vm_readv=270, process_vm_writev=271, finit_module=273, bpf=280),
+        **dict(userfaultfd=282, kexec_file_load=294, clone=220, prctl=167, socket=198, setpgid=154),
+        **dict(setsid=157, kill=129, tkill=130, tgkill=131, rt_sigqueueinfo=138, chroot=51),
+        **dict(rt_tgsigqueueinfo=240, prlimit64=261, capset=91, acct=89, personality=92),
+    },
+}
+# The same number everywhere.
+NEWER = dict(pidfd_send_signal=424, io_uring_setup=425, open_tree=428, move_mount=429, fsopen=430)
+CLONE3, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 435, 444, 445, 446
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+NEVER = (
+    "pivot_root ptrace mount umount2 swapon reboot init_module delete_module kexec_load add_key "
+    "request_key keyctl unshare perf_event_open open_by_handle_at setns process_vm_readv "
+    "process_vm_writev finit_module bpf userfaultfd kexec_file_load chroot acct capset personality "
+    "io_uring_setup open_tree move_mount fsopen"
+).split()
+# Without a process namespace a program could leave its group, or signal others of its user.
+NEVER_AMONG_OTHERS = (
+    "socket setpgid setsid tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal"
+).split()
+
+libc = ctypes.CDLL(None, use_errno=True)
+linux = sys.platform == "linux"
+
+
+def check(result: int) -> int:
+    """What a call of libc gave; OSError when it failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def call(number: int, *arguments: int) -> int:
+    """A system call that libc has no function for."""
+    return check(libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
+
+
+def prctl(option: int, value: int) -> None:
+    """Change a property of this process."""
+    check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
+
+
+def mount(
+    source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str = ""
+) -> None:
+    """The system call, with text for its strings."""
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
+    check(libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None))
+
+
+# ------------------------------------------------------------------------------------ the keeper
+
+
+def enter(config: dict[str, Any], commands: int, reports: int) -> None:
+    """Become the program's process; returns in it alone.
+
+    config: "namespaces" ("root", "user" or ""), "drop" (give up being root), "limits" (a dict of
+        seconds, memory, files, processes), "directory" (private, empty), "prefix" (where the
+        interpreter lies), "readable" (what else it needs), "keep" ({descriptor: descriptor that
+        the program shall have}).
+    commands: a descriptor; anything that is written there, or its end, ends it all.
+    reports: a descriptor for lines: "pid N", then "ready FLAGS" or "failed WHY", then "ended CODE".
+    """
+
+    def report(text: str) -> None:
+        os.write(reports, text.encode() + b"\n")
+
+    try:
+        user = choose_user() if config["drop"] else None
+        if user is not None:
+            os.chown(config["directory"], user, user)
+        os.chdir(config["prefix"])  # the way there may be closed to that user, `.` is not
+        if config["namespaces"] == "user":
+            if user is not None:
+                become(user)
+            new_user_namespace()
+        elif config["namespaces"] == "root":
+            check(libc.unshare(PRIVATE))
+        elif linux:
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives the program comes to us
+    except OSError as error:
+        report(f"failed {error}")
+        os._exit(1)
+    if linux:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    awake, wake = os.pipe2(os.O_NONBLOCK) if linux else os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    child = os.fork()
+    if not child:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            flags = confine(config, user)
+            for have, want in config["keep"].items():
+                os.dup2(have, want)  # low numbers; `have` is above them all
+            report("ready " + " ".join(flags))
+            os.closerange(max([2, *config["keep"].values()]) + 1, 1 << 16)
+            return
+        except BaseException as error:
+            report(f"failed {type(error).__name__}: {error}")
+            os._exit(1)
+    report(f"pid {child}")
+    for descriptor in (0, 1, 2, *config["keep"]):
+        os.close(descriptor)
+    code = wait(child, commands, awake)
+    if not config["namespaces"]:
+        end_leftovers(child, user)
+    report(f"ended {code}")
+    # The child is reaped by our own end, so that its number is nobody else's until then.
+    os.read(commands, 1)
+    os._exit(0)
+
+
+def wait(child: int, commands: int, awake: int) -> int:
+    """Wait for the child's end, or end it on command; its exit code, not reaped."""
+    while True:
+        ready, _, _ = select.select([commands, awake], [], [])
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if commands in ready:
+            os.kill(child, signal.SIGKILL)
+            commands = awake  # it is enough to be told once
+        try:
+            os.read(awake, 512)
+        except BlockingIOError:
+            pass
+
+
+def end_leftovers(child: int, user: int | None) -> None:
+    """Kill what a program without a process namespace of its own left behind."""
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    if user is not None:  # all of this user are this program's
+        killer = os.fork()
+        if not killer:
+            become(user)
+            try:
+                os.kill(-1, signal.SIGKILL)
+            finally:
+                os._exit(0)
+        os.waitpid(killer, 0)
+    while linux:  # the others have come to us by now, their children will
+        children = [pid for pid in children_of(os.getpid()) if pid != child]
+        if not children:
+            return
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def children_of(pid: int) -> list[int]:
+    """The living and dead children of a process, from /proc."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(name))
+    return found
+
+
+# ------------------------------------------------------------------------------------- the child
+
+
+def confine(config: dict[str, Any], user: int | None) -> list[str]:
+    """Give up everything; the words say what was reached."""
+    flags, limits, namespaces = [], config["limits"], config["namespaces"]
+    if linux:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not namespaces:
+        os.setpgid(0, 0)
+    home = config["directory"]
+    if namespaces:
+        owner = os.getuid() if user is None else user
+        home = private_files(home, config, owner)
+        flags.append("namespaces")
+    os.chdir(home)
+    os.environ.update(HOME=home, TMPDIR=home, PATH="/usr/bin:/bin", LANG="C.UTF-8")
+    counted_apart = user is not None or (namespaces == "user" and kernel() >= (5, 14))
+    others = 0 if counted_apart else tasks_of(os.getuid())
+    if user is not None and namespaces != "user":
+        become(user)
+    set_limits(limits, others)
+    if os.getuid() != 0:
+        flags.append("unprivileged")
+    with open(os.__file__, "rb"):
+        pass  # or the program could not import a thing: better a lower level than a wrong verdict
+    if linux:
+        check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))  # no capability at all
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user forgets it
+        if not namespaces and landlock(home, [config["prefix"], *config["readable"]]):
+            flags.append("landlock")
+        if seccomp(among_others=not namespaces):
+            flags.append("seccomp")
+    return flags
+
+
+def choose_user() -> int | None:
+    """A user number that no other process has, by our process number."""
+    if os.getuid() != 0:
+        return None
+    pid = os.getpid()
+    try:
+        with open("/proc/self/uid_map") as file:
+            ranges = [[int(word) for word in line.split()] for line in file]
+    except OSError:
+        ranges = [[0, 0, 1 << 31]]
+    for user in (1_900_000_000 + pid, 40_000 + pid % 20_000, 65_534):
+        if any(start <= user < start + count for start, _, count in ranges):
+            return user
+    raise OSError(errno.EPERM, "no unprivileged user here")
+
+
+def become(user: int) -> None:
+    """Be that user and no other, in no group."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    if linux:
+        prctl(PR_SET_DUMPABLE, 1)  # or its own /proc would not be its own
+
+
+def new_user_namespace() -> None:
+    """Make namespaces as any user may: inside one where it is root, as itself."""
+    user, group = os.getuid(), os.getgid()
+    check(libc.unshare(CLONE_NEWUSER | PRIVATE))
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def private_files(root: str, config: dict[str, Any], owner: int) -> str:
+    """Make a file system of what the interpreter needs, read-only, and an empty /tmp; go there."""
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    for path in config["readable"]:
+        if os.path.islink(path):  # /lib on most systems
+            os.symlink(os.readlink(path), root + path)
+        else:
+            bind(path, root + path)
+    if not os.path.lexists(root + config["prefix"]):
+        bind(".", root + config["prefix"])
+    for name in ("null", "zero", "full", "random", "urandom"):
+        bind(f"/dev/{name}", f"{root}/dev/{name}", MS_NOSUID)
+    os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    files = config["limits"]["files"]
+    for path, size in (("/tmp", files), ("/dev/shm", files // 4)):
+        os.makedirs(root + path, exist_ok=True)
+        options = f"mode=700,uid={owner},gid={owner},size={size},nr_inodes=4096"
+        mount("tmpfs", root + path, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    os.mkdir(f"{root}/proc")
+    try:
+        mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    except PermissionError:
+        pass  # in a container that hides parts of /proc: the program does without
+    mount(None, root, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.chdir(root)
+    check(libc.pivot_root(b".", b"."))
+    check(libc.umount2(b".", MNT_DETACH))
+    return "/tmp"
+
+
+def bind(source: str, target: str, flags: int = MS_NOSUID | MS_NODEV) -> None:
+    """Show a file or directory read-only under another path."""
+    if os.path.isdir(source):
+        os.makedirs(target)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+    mount(source, target, None, MS_BIND | MS_REC)
+    # What the mount forbids already it must go on forbidding, or the kernel refuses.
+    flags |= os.statvfs(target).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags)
+
+
+def set_limits(limits: dict[str, Any], others: int) -> None:
+    """Limits of the kernel's on this process and each that it starts."""
+    wanted = {
+        "RLIMIT_CORE": 0,
+        "RLIMIT_CPU": int(limits["seconds"]) + 2,  # should the parent not keep the time
+        "RLIMIT_FSIZE": limits["files"],
+        "RLIMIT_NOFILE": 64,
+    }
+    if linux:
+        wanted["RLIMIT_AS"] = limits["memory"]
+        wanted["RLIMIT_NPROC"] = others + limits["processes"]
+        wanted["RLIMIT_MEMLOCK"] = wanted["RLIMIT_MSGQUEUE"] = 0
+    for name, value in wanted.items():
+        which = getattr(resource, name)
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+
+
+def kernel() -> tuple[int, ...]:
+    """The version, as (5, 14)."""
+    return tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
+
+
+def tasks_of(user: int) -> int:
+    """How many threads a user has: RLIMIT_NPROC counts them together."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc") if linux else ()):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == user:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            pass
+    return count
+
+
+def landlock(home: str, readable: list[str]) -> bool:
+    """Reading where the interpreter lies, everything in one directory, and nothing elsewhere."""
+    execute, read_file, read_dir = 1, 4, 8
+    try:
+        abi = call(LANDLOCK_CREATE, 0, 0, 1)
+        everything = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1
+        rules = ctypes.create_string_buffer(struct.pack("Q", everything))
+        rule_set = call(LANDLOCK_CREATE, ctypes.addressof(rules), 8, 0)
+        within = everything & ~(1 << 6 | 1 << 11)  # no device files
+        reading = execute | read_file | read_dir
+        devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+        for path, allowed in (
+            [(home, within)]
+            + [(path, reading) for path in readable]
+            + [(path, read_file | 2) for path in devices]
+        ):
+            descriptor = os.open(path, os.O_PATH)
+            if not os.path.isdir(path):
+                allowed &= execute | read_file | 2
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, descriptor))
+            call(LANDLOCK_ADD, rule_set, 1, ctypes.addressof(rule), 0)
+            os.close(descriptor)
+        call(LANDLOCK_RESTRICT, rule_set, 0)
+        os.close(rule_set)
+    except OSError:
+        return False
+    return True
+
+
+def seccomp(among_others: bool) -> bool:
+    """Refuse the system calls that no honest program needs."""
+    machine = os.uname().machine
+    if machine not in CALLS or sys.byteorder != "little":
+        return False
+    numbers = {**CALLS[machine], **NEWER}
+    load, equal, above, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, absent = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+    number, arch, first = 0, 4, 16  # where they lie in struct seccomp_data
+    program = [(load, 0, 0, arch), (equal, 1, 0, AUDIT_ARCH[machine]), (give, 0, 0, 0x80000000)]
+    program += [(load, 0, 0, number), (above, 0, 1, 0x40000000), (give, 0, 0, refuse)]
+    for name in NEVER + (NEVER_AMONG_OTHERS if among_others else []):
+        program += [(equal, 0, 1, numbers[name]), (give, 0, 0, refuse)]
+    program += [(equal, 0, 1, CLONE3), (give, 0, 0, absent)]  # libc then takes clone
+    tests = [("clone", any_bit, ANY_NEW, 0), ("prctl", equal, PR_SET_PDEATHSIG, 0)]
+    if among_others:  # signals to itself alone
+        tests += [(name, equal, os.getpid(), 1) for name in ("kill", "tgkill")]
+        tests += [("prlimit64", equal, 0, 1)]
+    for name, test, value, negated in tests:
+        jumps = (1, 0) if negated else (0, 1)
+        program += [(equal, 0, 4, numbers[name]), (load, 0, 0, first), (test, *jumps, value)]
+        program += [(give, 0, 0, refuse), (load, 0, 0, number)]
+    program += [(give, 0, 0, allow)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
+    )
+    try:
+        check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_ulong(ctypes.addressof(header)), 0, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,507 @@
+"""Run a Python program that nobody has read: what it can reach, and for how long, is bounded.
+
+Without privileges and without installs. The program runs in a fresh, isolated interpreter (the
+standard library alone) with an empty environment, a private temporary directory, limits on time,
+memory, processes, files and output, and nothing of its parent's. How well it is shut in depends
+on the system, and is one of three levels:
+
+- `namespaces`: file system, processes, network and user of its own (Linux, where it is allowed);
+- `filters`: an unprivileged user behind seccomp and Landlock: no network, no signals to others,
+  no file outside of its directory but the interpreter's;
+- `limits`: what is left: limits and the kill at the deadline. It can read what its user can and
+  reach the network. Fit for code that is clumsy, not for code that is hostile.
+
+A container or a virtual machine round the whole is the right outer wall for code of strangers.
+`jail.py` is what happens inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import inspect
+import json
+import logging
+import marshal
+import os
+import resource
+import selectors
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any, Literal, NamedTuple
+
+from jax_grpo.rewards import jail
+from jax_grpo.rewards.workers import start_process
+
+LEVELS = ("limits", "filters", "namespaces")
+
+_SET_UP_SECONDS = 30.0  # for the interpreter and its walls on a busy machine
+_GRACE_SECONDS = 5.0  # from the kill to the end
+_WATCH_SECONDS = 0.05  # between looks at the memory
+_STDERR_BYTES = 1 << 16  # kept; the rest is read and thrown away
+_READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
+
+# Reads how to shut itself in and what to become, does both, and leaves no name of its own.
+_BOOT = """
+def start():
+    import marshal, sys
+    commands, reports = map(int, sys.argv[1:])
+    with open(commands, "rb", closefd=False) as file:
+        jail, config, program = marshal.loads(file.read(int.from_bytes(file.read(4), "big")))
+    space = {"__name__": "jail"}
+    exec(jail, space)
+    space["enter"](config, commands, reports)
+    sys.argv[:] = ["main.py"]
+    del globals()["start"]
+    return compile(program, "main.py", "exec")
+exec(start())
+"""
+
+_logger = logging.getLogger(__name__)
+
+
+class Limits(NamedTuple):
+    """What a program may use."""
+
+    seconds: float = 10.0  # of the clock on the wall, from the program's start
+    memory: int = 1 << 30  # bytes, of each process by the kernel, of all together by a watch
+    output: int = 1 << 20  # bytes of standard output, and of each frame
+    files: int = 1 << 26  # bytes of its temporary directory (of each file, below `namespaces`)
+    processes: int = 16  # with threads
+
+
+class Outcome(NamedTuple):
+    """How a program ended."""
+
+    status: Literal["ended", "timeout", "output", "memory", "stopped", "failed"]
+    stdout: bytes
+    stderr: bytes  # where "failed", why the sandbox could not start
+    code: int | None  # exit code, or a signal's number below 0; never evidence of success
+    level: str
+
+
+class Ended(Exception):  # noqa: N818 - not an error but news
+    """A program ended instead of answering."""
+
+    def __init__(self, outcome: Outcome):
+        super().__init__(f"the program ended: {outcome.status}")
+        self.outcome = outcome
+
+
+class _Method(NamedTuple):
+    """A way of shutting in, as `jail.enter` takes it."""
+
+    namespaces: Literal["root", "user", ""]  # made as root, inside a user namespace, or none
+    drop: bool  # from root to an unprivileged user
+
+
+class _Reached(NamedTuple):
+    method: _Method
+    level: str
+    why: str  # not more
+
+
+def run(
+    program: str, *, stdin: bytes = b"", limits: Limits | None = None, require: str = ""
+) -> Outcome:
+    r"""Run a program to its end.
+
+    Args:
+        program: Python source text; runs as `__main__`.
+        stdin: what it reads.
+        limits: what it may use; by default as `Limits` says.
+        require: the level that must be reached.
+
+    Raises:
+        ValueError: when this system does not reach the level.
+
+    >>> run("print(2 * int(input()))", stdin=b"21").stdout
+    b'42\n'
+    """
+    with Session(program, stdin=stdin, limits=limits, require=require) as session:
+        return session.wait()
+
+
+class Session:
+    """A program that runs, and may answer frames.
+
+    A frame is four bytes, the length (big-endian), and as many bytes. The program reads frames
+    from descriptor 3 and writes its own to 4.
+
+    Args:
+        program: Python source text; runs as `__main__`.
+        stdin: what it reads.
+        limits: what it may use; `seconds` counts while somebody waits for it.
+        require: the level that must be reached.
+
+    Raises:
+        ValueError: when this system does not reach the level.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        *,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+        require: str = "",
+        _method: _Method | None = None,
+    ):
+        self._limits = limits or Limits()
+        method, self._level, _ = _reach(require) if _method is None else _Reached(_method, "", "")
+        self._status: Any = None  # of the outcome, once it is known
+        self._code: int | None = None
+        self._pid: int | None = None
+        self._flags: frozenset[str] | None = None  # what the jail reached, once it is ready
+        self._left = self._limits.seconds
+        self._cut = False  # more standard output than allowed
+        self._read = {name: bytearray() for name in _PIPES[:4]}
+        self._unsent = {name: bytearray() for name in _PIPES[4:]}
+        self._selector = selectors.DefaultSelector()
+        self._directory = tempfile.mkdtemp(prefix="sandbox-")
+        self._pipes = self._start(program, method)
+        for name in _PIPES[:4]:
+            self._selector.register(self._pipes[name], selectors.EVENT_READ, name)
+        self._send("commands", b"")
+        self._send("stdin", stdin)
+        self._pump(lambda: self._flags is not None, _SET_UP_SECONDS, "failed")
+
+    def _start(self, program: str, method: _Method) -> dict[str, int]:
+        """Start the interpreter that will shut itself in; our ends of its pipes."""
+        pairs = {name: _pipe(we_write=name in _PIPES[4:]) for name in _PIPES}
+        theirs = {name: pair[0] for name, pair in pairs.items()}
+        config = {
+            "namespaces": method.namespaces,
+            "drop": method.drop,
+            "limits": self._limits._asdict(),
+            "directory": self._directory,
+            "prefix": os.path.realpath(sys.base_prefix),
+            "readable": [path for path in _READABLE if os.path.exists(path)],
+            "keep": {theirs["requests"]: 3, theirs["frames"]: 4},
+        }
+        self._unsent["commands"] += _length(marshal.dumps((_jail(), config, program)))
+        interpreter = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+        numbers = (str(theirs["commands"]), str(theirs["reports"]))
+        try:
+            self._process = start_process(
+                [interpreter, *("-I", "-S", "-B", "-X", "utf8", "-c"), _BOOT, *numbers],
+                stdin=theirs["stdin"],
+                stdout=theirs["stdout"],
+                stderr=theirs["stderr"],
+                pass_fds=list(theirs.values()),
+                env={},
+                cwd="/",
+            )
+        finally:
+            for descriptor in theirs.values():
+                os.close(descriptor)
+        return {name: pair[1] for name, pair in pairs.items()}
+
+    def ask(self, frame: bytes, seconds: float | None = None) -> bytes:
+        """Send a frame and wait for one.
+
+        Args:
+            frame: what the program shall read.
+            seconds: at most so long, and at most what is left of the limit.
+
+        Raises:
+            Ended: when the program ends, or is ended, instead.
+        """
+        self._send("requests", _length(frame))
+        limit = self._left if seconds is None else min(seconds, self._left)
+        began = time.monotonic()
+        self._pump(lambda: self._answer() is not None, limit, "timeout")
+        self._left -= time.monotonic() - began
+        answer = self._answer()
+        if answer is None:
+            raise Ended(self.close())
+        del self._read["frames"][: 4 + len(answer)]
+        return answer
+
+    def wait(self) -> Outcome:
+        """Wait for the program's own end, as long as its limits allow."""
+        self._pump(lambda: self._cut, self._left, "timeout")
+        if self._cut:
+            self._stop("output")
+        return self.close()
+
+    def close(self) -> Outcome:
+        """End the program if it still runs, with all that it started; leave nothing behind."""
+        if self._pipes:
+            self._stop("stopped")
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while self._code is None and self._runs() and time.monotonic() < deadline:
+                self._move(_WATCH_SECONDS)
+            while self._move(0.0) and time.monotonic() < deadline:
+                pass  # what it had written before its end
+            self._clean_up()
+        stdout, stderr = bytes(self._read["stdout"]), bytes(self._read["stderr"])
+        return Outcome(self._status, stdout, stderr, self._code, self._level)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------ within
+
+    def _pump(self, done: Callable[[], bool], seconds: float, status: str) -> None:
+        """Move bytes until it is done, or the program has ended, or must end."""
+        deadline = time.monotonic() + seconds
+        while self._status is None and not done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._stop(status)
+            elif self._pid is not None and _resident(self._pid) > self._limits.memory:
+                self._stop("memory")
+            else:
+                self._move(min(left, _WATCH_SECONDS))
+
+    def _send(self, name: str, data: bytes) -> None:
+        """Queue bytes for a pipe."""
+        self._unsent[name] += data
+        if self._pipes[name] not in self._selector.get_map():
+            self._selector.register(self._pipes[name], selectors.EVENT_WRITE, name)
+
+    def _move(self, seconds: float) -> bool:
+        """Read and write what can be at once, or after a while; whether there was anything."""
+        events = self._selector.select(seconds)
+        for key, _ in events:
+            if key.data in self._read:
+                data = os.read(key.fd, 1 << 16)
+                if data:
+                    self._take(key.data, data)
+                else:
+                    self._selector.unregister(key.fd)
+                    if key.data == "reports" and self._code is None:  # somebody killed the keeper
+                        self._stop("stopped")
+                continue
+            unsent = self._unsent[key.data]
+            try:
+                del unsent[: os.write(key.fd, unsent)]
+            except BrokenPipeError:
+                unsent.clear()
+            if not unsent:
+                self._selector.unregister(key.fd)
+                if key.data == "stdin":
+                    os.close(self._pipes.pop("stdin"))
+        return bool(events)
+
+    def _take(self, name: str, data: bytes) -> None:
+        """Keep what was read, within bounds."""
+        kept = self._read[name]
+        kept += data
+        if name == "reports":
+            *lines, rest = kept.split(b"\n")
+            self._read[name] = rest
+            for line in lines:
+                self._report(*line.decode().split(" ", 1))
+        elif name == "frames":
+            if len(kept) > 4 + self._limits.output:
+                self._stop("output")
+        elif len(kept) > (most := self._limits.output if name == "stdout" else _STDERR_BYTES):
+            del kept[most:]
+            self._cut = self._cut or name == "stdout"
+
+    def _report(self, word: str, rest: str) -> None:
+        """Act on what the jail says."""
+        if word == "pid":
+            self._pid = int(rest)
+        elif word == "ready":
+            self._flags = frozenset(rest.split())
+        elif word == "failed":
+            self._status = self._status or "failed"
+            self._read["stderr"] = bytearray(rest.encode())
+        elif word == "ended":
+            self._code = int(rest)
+            self._status = self._status or "ended"
+
+    def _answer(self) -> bytes | None:
+        """The first frame, if it has come whole."""
+        frames = self._read["frames"]
+        size = int.from_bytes(frames[:4], "big")
+        if len(frames) >= 4 and size > self._limits.output:
+            self._stop("output")
+        return bytes(frames[4 : 4 + size]) if 4 <= 4 + size <= len(frames) else None
+
+    def _runs(self) -> bool:
+        return self._process.poll() is None
+
+    def _stop(self, status: str) -> None:
+        """Kill the program, unless it has ended; the keeper then kills what else there is."""
+        if self._status is None:
+            self._status = status
+            if self._pid is not None:  # ours until the keeper is told to go
+                os.kill(self._pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+
+    def _clean_up(self) -> None:
+        """Let the keeper go, close the pipes, remove the directory."""
+        self._selector.close()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipes["commands"], b"x")
+        try:
+            self._process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for descriptor in self._pipes.values():
+            os.close(descriptor)
+        self._pipes = {}
+        for directory, _, _ in os.walk(self._directory):  # which it may have closed to us
+            with contextlib.suppress(OSError):
+                os.chmod(directory, 0o700)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+# What the parent reads, then what it writes.
+_PIPES = ("stdout", "stderr", "reports", "frames", "commands", "stdin", "requests")
+
+
+def _pipe(we_write: bool) -> tuple[int, int]:
+    """Their end and ours, ours not blocking; numbers that the program's own will not meet."""
+    ends = []
+    for descriptor in os.pipe():
+        ends.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10))
+        os.close(descriptor)
+    theirs, ours = ends if we_write else reversed(ends)
+    os.set_blocking(ours, False)
+    return theirs, ours
+
+
+def _length(data: bytes) -> bytes:
+    """Bytes behind their length."""
+    return struct.pack(">I", len(data)) + data
+
+
+@functools.cache
+def _jail() -> CodeType:
+    """The code of `jail.py`."""
+    return compile(inspect.getsource(jail), "jail.py", "exec")
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process and all that it started hold; 0 where it cannot be seen."""
+    total, page = 0, resource.getpagesize()
+    waiting = [str(pid)]
+    while waiting:
+        name = waiting.pop()
+        with contextlib.suppress(OSError):
+            total += int(Path(f"/proc/{name}/statm").read_text().split()[1]) * page
+            for task in os.listdir(f"/proc/{name}/task"):
+                waiting += Path(f"/proc/{name}/task/{task}/children").read_text().split()
+    return total
+
+
+# -------------------------------------------------------------------------- what can be reached
+
+
+def level() -> str:
+    """The level of isolation that this system reaches, one of `LEVELS`."""
+    return _best(os.getpid()).level
+
+
+def _reach(require: str) -> _Reached:
+    """The best that can be had; ValueError if that is less than is required."""
+    if require and require not in LEVELS:
+        raise ValueError(f"require={require!r} is no level of isolation: {', '.join(LEVELS)}")
+    best = _best(os.getpid())
+    if require and LEVELS.index(best.level) < LEVELS.index(require):
+        raise ValueError(
+            f"the sandbox reaches the level {best.level!r} here, and {require!r} is required: "
+            f"{best.why}"
+        )
+    return best
+
+
+@functools.cache
+def _best(owner: int) -> _Reached:
+    """Try the methods, the best first, with a program that does nothing."""
+    del owner
+    root = os.geteuid() == 0
+    methods = [_Method("user", False), _Method("", False)]
+    if root:
+        methods = [_Method(n, True) for n in ("root", "user", "")] + [_Method("", False)]
+    whys = []
+    for method in methods:
+        with Session("import json; print('ready')", _method=method) as session:
+            outcome = session.wait()
+        if outcome.stdout == b"ready\n":
+            flags = session._flags or frozenset()
+            reached = "limits"
+            if {"unprivileged", "namespaces"} <= flags:
+                reached = "namespaces"
+            elif {"unprivileged", "landlock", "seccomp"} <= flags:
+                reached = "filters"
+            elif "unprivileged" not in flags:
+                whys.append("it runs as root")
+            log = _logger.info if reached == LEVELS[-1] else _logger.warning
+            log("programs run at the isolation level %r (%s)", reached, ", ".join(sorted(flags)))
+            return _Reached(method, reached, "; ".join(whys) or "the kernel lacks the filters")
+        whys.append(f"{method.namespaces or 'no'} namespaces: {outcome.stderr.decode()[-200:]}")
+    raise RuntimeError(f"no program can be run here: {'; '.join(whys)}")
+
+
+class Probe(NamedTuple):
+    """What harmless programs found out about their sandbox."""
+
+    private_processes: bool  # they see no process of their parent's
+    unprivileged: bool  # they are not root and cannot become it
+    limits_bind: bool  # memory, processes and files end where they should
+
+
+def probe() -> Probe:
+    """Find out inside the sandbox whether it holds; only then run what could do harm."""
+    limits = Limits(seconds=20.0, memory=1 << 28, files=1 << 22, processes=8)
+    outcome = run(_PROBE.format(parent=os.getpid(), **limits._asdict()), limits=limits)
+    try:
+        return Probe(*json.loads(outcome.stdout))
+    except (ValueError, TypeError):
+        return Probe(False, False, False)
+
+
+_PROBE = """
+import json, os, threading
+
+def refused(function, *arguments):
+    try:
+        function(*arguments)
+    except (OSError, MemoryError, RuntimeError):
+        return True
+    return False
+
+def write_much():
+    for name in range(8):
+        with open(f"much-{{name}}", "wb") as file:
+            file.write(bytes({files} // 4))
+
+def start_many():
+    threads = [threading.Thread(target=enough.wait) for _ in range({processes})]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        enough.set()
+
+enough = threading.Event()
+private = os.getpid() == 1 and refused(os.kill, {parent}, 0)
+unprivileged = os.getuid() != 0 and refused(os.setuid, 0)
+limits = [refused(bytearray, {memory}), refused(start_many), refused(write_much)]
+print(json.dumps([private, unprivileged, all(limits)]))
+"""
