@@ -161,8 +161,8 @@ def enter(config: dict[str, Any], commands: int, reports: int) -> None:
     if not config["namespaces"]:
         end_leftovers(child, user)
     report(f"ended {code}")
-    # The child is reaped by our own end, so that its number is nobody else's until then.
-    os.read(commands, 1)
+    os.read(commands, 1)  # until then the child's number must be nobody else's
+    os.waitpid(child, 0)
     os._exit(0)
 
 
@@ -237,8 +237,10 @@ def confine(config: dict[str, Any], user: int | None) -> list[str]:
         flags.append("namespaces")
     os.chdir(home)
     os.environ.update(HOME=home, TMPDIR=home, PATH="/usr/bin:/bin", LANG="C.UTF-8")
-    counted_apart = user is not None or (namespaces == "user" and kernel() >= (5, 14))
-    others = 0 if counted_apart else tasks_of(os.getuid())
+    if user is None and (namespaces != "user" or kernel() < (5, 14)):
+        others = tasks_of(os.getuid())
+    else:  # counted apart, with the keeper where it is the same user
+        others = int(namespaces == "user")
     if user is not None and namespaces != "user":
         become(user)
     set_limits(limits, others)

@@ -216,6 +216,8 @@ class Session:
         Raises:
             Ended: when the program ends, or is ended, instead.
         """
+        if not self._pipes:
+            raise Ended(self.close())
         self._send("requests", _length(frame))
         limit = self._left if seconds is None else min(seconds, self._left)
         began = time.monotonic()
