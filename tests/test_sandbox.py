@@ -51,10 +51,10 @@ def method(request):
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     def left():
-        # A child of ours that is still there, alive or not.
+        # Children of ours that are still there, alive or not, and what is open.
         children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-        pids = {pid for file in children for pid in file.read_text().split()}
-        return pids, len(os.listdir("/proc/self/fd")), set(Path("/dev/shm").iterdir())
+        pids = [pid for file in children for pid in file.read_text().split()]
+        return len(pids), len(os.listdir("/proc/self/fd"))
 
     sandbox.level()  # starts what stays
     before = left()
@@ -450,6 +450,15 @@ def test_the_best_method_that_works_is_taken():
     assert (level == "namespaces") == ("namespaces" in FLAGS[method])
 
 
+def test_a_nursery_that_was_killed_is_replaced():
+    process, _ = sandbox._nursery()
+    with Session("import time; time.sleep(300)", limits=Limits(seconds=5.0)) as session:
+        os.kill(process.pid, 9)
+        assert session.wait().status == "stopped"
+    assert sandbox.run("print(1)").stdout == b"1\n"
+    assert sandbox._nursery()[0] is not process
+
+
 def test_probe_agrees_with_the_level():
     found = sandbox.probe()
     if sandbox.level() == "namespaces":
@@ -457,10 +466,14 @@ def test_probe_agrees_with_the_level():
 
 
 SCRIPT = """
-import os, sys, threading
+import os, sys
 from jax_grpo.rewards import sandbox
 session = sandbox.Session("import time; time.sleep(300)")
-print(session._pid, session._process.pid, flush=True)
+pids = [session._pid]
+for _ in range(2):  # the keeper and the nursery
+    stat = open(f"/proc/{pids[-1]}/stat").read()
+    pids.append(int(stat.rpartition(")")[2].split()[1]))
+print(*pids, flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -474,7 +487,7 @@ def test_programs_end_with_their_parent(tmp_path):
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
         pids = parent.stdout.readline().split()
-    assert len(pids) == 2
+    assert len(pids) == 3
     deadline = time.monotonic() + 5
     while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)

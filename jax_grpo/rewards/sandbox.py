@@ -17,8 +17,8 @@ A container or a virtual machine round the whole is the right outer wall for cod
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import fcntl
 import functools
 import inspect
 import json
@@ -29,14 +29,16 @@ import resource
 import selectors
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from jax_grpo.rewards import jail
@@ -50,16 +52,14 @@ _WATCH_SECONDS = 0.05  # between looks at the memory
 _STDERR_BYTES = 1 << 16  # kept; the rest is read and thrown away
 _READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 
-# Reads how to shut itself in and what to become, does both, and leaves no name of its own.
+# Becomes the nursery, then in its forks a program, of which it leaves no name.
 _BOOT = """
 def start():
-    import marshal, sys
-    commands, reports = map(int, sys.argv[1:])
-    with open(commands, "rb", closefd=False) as file:
-        jail, config, program = marshal.loads(file.read(int.from_bytes(file.read(4), "big")))
+    import marshal, os, sys
     space = {"__name__": "jail"}
-    exec(jail, space)
-    space["enter"](config, commands, reports)
+    with open(0, "rb", closefd=False) as file:
+        exec(marshal.load(file), space)
+    program = space["nurse"](int(sys.argv[1]))
     sys.argv[:] = ["main.py"]
     del globals()["start"]
     return compile(program, "main.py", "exec")
@@ -164,21 +164,10 @@ class Session:
         self._flags: frozenset[str] | None = None  # what the jail reached, once it is ready
         self._left = self._limits.seconds
         self._cut = False  # more standard output than allowed
-        self._read = {name: bytearray() for name in _PIPES[:4]}
-        self._unsent = {name: bytearray() for name in _PIPES[4:]}
+        self._read = {name: bytearray() for name in ("stdout", "stderr", "reports", "frames")}
+        self._unsent = {name: bytearray() for name in _WE_WRITE}
         self._selector = selectors.DefaultSelector()
         self._directory = tempfile.mkdtemp(prefix="sandbox-")
-        self._pipes = self._start(program, method)
-        for name in _PIPES[:4]:
-            self._selector.register(self._pipes[name], selectors.EVENT_READ, name)
-        self._send("commands", b"")
-        self._send("stdin", stdin)
-        self._pump(lambda: self._flags is not None, _SET_UP_SECONDS, "failed")
-
-    def _start(self, program: str, method: _Method) -> dict[str, int]:
-        """Start the interpreter that will shut itself in; our ends of its pipes."""
-        pairs = {name: _pipe(we_write=name in _PIPES[4:]) for name in _PIPES}
-        theirs = {name: pair[0] for name, pair in pairs.items()}
         config = {
             "namespaces": method.namespaces,
             "drop": method.drop,
@@ -186,25 +175,15 @@ class Session:
             "directory": self._directory,
             "prefix": os.path.realpath(sys.base_prefix),
             "readable": [path for path in _READABLE if os.path.exists(path)],
-            "keep": {theirs["requests"]: 3, theirs["frames"]: 4},
         }
-        self._unsent["commands"] += _length(marshal.dumps((_jail(), config, program)))
-        interpreter = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
-        numbers = (str(theirs["commands"]), str(theirs["reports"]))
-        try:
-            self._process = start_process(
-                [interpreter, *("-I", "-S", "-B", "-X", "utf8", "-c"), _BOOT, *numbers],
-                stdin=theirs["stdin"],
-                stdout=theirs["stdout"],
-                stderr=theirs["stderr"],
-                pass_fds=list(theirs.values()),
-                env={},
-                cwd="/",
-            )
-        finally:
-            for descriptor in theirs.values():
-                os.close(descriptor)
-        return {name: pair[1] for name, pair in pairs.items()}
+        self._pipes = _fork()
+        for name in self._read:
+            self._selector.register(self._pipes[name], selectors.EVENT_READ, name)
+        self._send("commands", _length(marshal.dumps((config, program))))
+        self._send("stdin", stdin)
+        self._pump(lambda: self._flags is not None, _SET_UP_SECONDS, "failed")
+        if self._flags is None:
+            self._status = "failed"
 
     def ask(self, frame: bytes, seconds: float | None = None) -> bytes:
         """Send a frame and wait for one.
@@ -240,8 +219,10 @@ class Session:
         """End the program if it still runs, with all that it started; leave nothing behind."""
         if self._pipes:
             self._stop("stopped")
+            self._unsent["commands"] += b"x"  # the keeper may go, and must
+            self._send("commands", b"")
             deadline = time.monotonic() + _GRACE_SECONDS
-            while self._code is None and self._runs() and time.monotonic() < deadline:
+            while self._keeper_lives() and time.monotonic() < deadline:
                 self._move(_WATCH_SECONDS)
             while self._move(0.0) and time.monotonic() < deadline:
                 pass  # what it had written before its end
@@ -290,8 +271,8 @@ class Session:
                     self._take(key.data, data)
                 else:
                     self._selector.unregister(key.fd)
-                    if key.data == "reports" and self._code is None:  # somebody killed the keeper
-                        self._stop("stopped")
+                    if key.data == "reports":  # the keeper is gone, killed unless it said more
+                        self._status = self._status or "stopped"
                 continue
             unsent = self._unsent[key.data]
             try:
@@ -341,28 +322,19 @@ class Session:
             self._stop("output")
         return bytes(frames[4 : 4 + size]) if 4 <= 4 + size <= len(frames) else None
 
-    def _runs(self) -> bool:
-        return self._process.poll() is None
+    def _keeper_lives(self) -> bool:
+        return self._pipes["reports"] in self._selector.get_map()
 
     def _stop(self, status: str) -> None:
         """Kill the program, unless it has ended; the keeper then kills what else there is."""
         if self._status is None:
             self._status = status
-            if self._pid is not None:  # ours until the keeper is told to go
+            if self._pid is not None and self._keeper_lives():  # so the number is still its own
                 os.kill(self._pid, signal.SIGKILL)
-            else:
-                self._process.kill()
 
     def _clean_up(self) -> None:
-        """Let the keeper go, close the pipes, remove the directory."""
+        """Close the pipes, remove the directory."""
         self._selector.close()
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._pipes["commands"], b"x")
-        try:
-            self._process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
         for descriptor in self._pipes.values():
             os.close(descriptor)
         self._pipes = {}
@@ -372,30 +344,71 @@ class Session:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-# What the parent reads, then what it writes.
-_PIPES = ("stdout", "stderr", "reports", "frames", "commands", "stdin", "requests")
+_WE_WRITE = ("stdin", "requests", "commands")
 
 
-def _pipe(we_write: bool) -> tuple[int, int]:
-    """Their end and ours, ours not blocking; numbers that the program's own will not meet."""
-    ends = []
-    for descriptor in os.pipe():
-        ends.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10))
-        os.close(descriptor)
-    theirs, ours = ends if we_write else reversed(ends)
-    os.set_blocking(ours, False)
-    return theirs, ours
+def _fork() -> dict[str, int]:
+    """Have the nursery fork for one program; our ends of its pipes, which do not block."""
+    theirs, ours = {}, {}
+    for name in jail.PIPES:
+        reading, writing = os.pipe()
+        theirs[name], ours[name] = (reading, writing) if name in _WE_WRITE else (writing, reading)
+        os.set_blocking(ours[name], False)
+    try:
+        with _lock:
+            for _ in range(2):  # somebody may have killed the first
+                process, control = _nursery()
+                try:
+                    socket.send_fds(control, [b"x"], list(theirs.values()))
+                    break
+                except ConnectionError:
+                    _end_nursery(process, control)
+    finally:
+        for descriptor in theirs.values():
+            os.close(descriptor)
+    return ours
+
+
+_lock = threading.Lock()
+_nurseries: dict[
+    int, tuple[subprocess.Popen[bytes], socket.socket]
+] = {}  # by process: not a fork's
+
+
+def _nursery() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process that forks for this one's programs, and our end of the socket to it."""
+    if os.getpid() not in _nurseries:
+        ours, theirs = socket.socketpair()
+        interpreter = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+        with theirs:
+            process = start_process(
+                [interpreter, *("-I", "-S", "-B", "-X", "utf8", "-c"), _BOOT, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={},
+                cwd="/",
+            )
+        assert process.stdin is not None  # true of PIPE
+        with process.stdin as pipe:
+            marshal.dump(compile(inspect.getsource(jail), "jail.py", "exec"), pipe)
+        _nurseries[os.getpid()] = process, ours
+        atexit.register(_end_nursery, process, ours)
+    return _nurseries[os.getpid()]
+
+
+def _end_nursery(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """End the nursery, and by that all that came of it."""
+    if _nurseries.pop(os.getpid(), None) is not None:
+        control.close()
+        process.kill()
+        process.wait()
 
 
 def _length(data: bytes) -> bytes:
     """Bytes behind their length."""
     return struct.pack(">I", len(data)) + data
-
-
-@functools.cache
-def _jail() -> CodeType:
-    """The code of `jail.py`."""
-    return compile(inspect.getsource(jail), "jail.py", "exec")
 
 
 def _resident(pid: int) -> int:
