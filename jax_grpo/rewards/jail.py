@@ -18,6 +18,7 @@ import _signal  # the module signal imports enum, which a program may want to do
 import _socket
 import ctypes
 import errno
+import gc
 import marshal
 import os
 import resource
@@ -122,6 +123,7 @@ def nurse(control: int) -> str:
     socket = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, control)
     while os.open("/dev/null", os.O_RDONLY) < 9:
         pass  # so that what comes lies above the numbers that the program will have
+    gc.freeze()  # a program's end would look at all that lies here, and so copy it
     while True:
         message, ancillary, _, _ = socket.recvmsg(1, _socket.CMSG_SPACE(4 * len(PIPES)))
         if not message:
