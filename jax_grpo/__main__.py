@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from jax_grpo import commands
+from jax_grpo.commands import BadInput, refusing_bad_input
 
 # absl's own logging prefix and transformers' advice have no place between our lines.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -43,8 +44,6 @@ def main(argv: Sequence[str]) -> int:
         return 2
     name = argv[1]
     command = importlib.import_module(f"jax_grpo.commands.{name}")
-    from jax_grpo.commands.common import BadInput, refusing_bad_input
-
     line = [f"jax_grpo {name}", *argv[2:]]
     values = flags.FlagValues()
     try:

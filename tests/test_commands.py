@@ -20,7 +20,8 @@ from ml_collections import ConfigDict
 from small_run import read_lines, run
 
 from jax_grpo import arithmetic
-from jax_grpo.commands.common import BadInput, configure, load, write_lines
+from jax_grpo.commands import BadInput
+from jax_grpo.commands.common import configure, load, write_lines
 from jax_grpo.commands.train import build, read_config
 from jax_grpo.models import export
 from jax_grpo.sharding import make_mesh
@@ -89,7 +90,7 @@ def refused(*args: object) -> str:
 # --- The program ---------------------------------------------------------------------------------
 
 USAGE = (
-    "usage: python -m jax_grpo COMMAND --flag=value ...; commands: export, generate, score, train"
+    "usage: python -m jax_grpo COMMAND --flag=value ...; commands: export, generate, rewards, score, train"
 )
 
 
@@ -330,7 +331,7 @@ PROBLEM_KEYS = "split, count, seed, min_terms, max_terms, max_operand, max_parti
         ("grpo.algorithm.truncated=drop", "truncated 'drop' is not one of: keep, mask, zero"),
         ("grpo.optimizer.schedule=exp", "schedule must be constant, linear or cosine, got 'exp'"),
         ("grpo.remat=some", "config.grpo: remat 'some' is not one of: none, dots, full"),
-        ("grpo.rewards={'thinkin':{}}", "unknown reward 'thinkin'; known: correctness, thinking"),
+        ("grpo.rewards={'thinkin':{}}", "unknown reward 'thinkin'; known: choice, correctness"),
         ("grpo.rewards={'r':{'function':'no.py:f'}}", "config.grpo: no such file: no.py"),
         ("grpo.rewards={}", "config.grpo: rewards are missing"),
         ("grpo.data.source=jax_grpo.arithmetic.nope", "jax_grpo.arithmetic has no 'nope'"),

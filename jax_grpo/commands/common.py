@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_grpo import checkpoint
+from jax_grpo.commands import BadInput
 from jax_grpo.models import hf
 from jax_grpo.models.config import LlamaConfig
 from jax_grpo.models.llama import cast_params, param_axes, param_shapes
@@ -28,21 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL_DIRECTORY = "model"  # in a workdir: config and tokenizer, without weights
-
-
-class BadInput(Exception):
-    """What the user gave cannot be used; the message is the one line that says why."""
-
-
-@contextlib.contextmanager
-def refusing_bad_input(
-    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, flags.Error),
-) -> Iterator[None]:
-    """Turns the errors by which our functions refuse their input into `BadInput`."""
-    try:
-        yield
-    except kinds as error:
-        raise BadInput(" ".join(str(error).split())) from error
 
 
 def configure(

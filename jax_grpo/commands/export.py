@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from absl import flags
 
-from jax_grpo.commands.common import load, refusing_bad_input
+from jax_grpo.commands import refusing_bad_input
+from jax_grpo.commands.common import load
 from jax_grpo.models import export
 from jax_grpo.sharding import make_mesh
 

@@ -20,12 +20,12 @@ import jax
 import numpy as np
 from absl import flags
 
+from jax_grpo.commands import refusing_bad_input
 from jax_grpo.commands.common import (
     check_out,
     compute_dtype,
     load,
     pad_to_multiple,
-    refusing_bad_input,
     write_lines,
 )
 from jax_grpo.data import completion_texts, encode_prompts, prompt_batch

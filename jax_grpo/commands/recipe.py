@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_grpo import algorithms
+from jax_grpo.commands import refusing_bad_input
 from jax_grpo.commands.common import (
     check_types,
     compute_dtype,
     configure,
     open_model,
-    refusing_bad_input,
 )
 from jax_grpo.data import Demonstrations, Prompts, encode_demonstrations, encode_prompts
 from jax_grpo.data import num_steps as steps_of_epochs

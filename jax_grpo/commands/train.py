@@ -22,9 +22,9 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
+from jax_grpo.commands import refusing_bad_input
 from jax_grpo.commands.common import (
     MODEL_DIRECTORY,
-    refusing_bad_input,
 )
 from jax_grpo.commands.recipe import build
 from jax_grpo.models import export
