@@ -35,6 +35,7 @@ setup(
         "jinja2>=3.1",  # transformers' chat templates, which it does not ask for by itself
         "ml_collections>=1.0",
         "ml_dtypes>=0.5",
+        "mpmath>=1.3",
         "numpy>=2.0",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12",

@@ -90,7 +90,8 @@ def refused(*args: object) -> str:
 # --- The program ---------------------------------------------------------------------------------
 
 USAGE = (
-    "usage: python -m jax_grpo COMMAND --flag=value ...; commands: export, generate, rewards, score, train"
+    "usage: python -m jax_grpo COMMAND --flag=value ...; "
+    "commands: export, generate, rewards, score, train"
 )
 
 

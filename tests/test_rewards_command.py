@@ -84,7 +84,7 @@ def test_the_list_has_every_reward_with_one_line(command):
             "score   1\nstatus  match\nwhy     at character 1\n",
         ),
         (
-            ["--check=jax_grpo.rewards.choice.choice", "--completion=C", "--answer="],
+            ["--check=jax_grpo.rewards.multiple_choice.choice", "--completion=C", "--answer="],
             "score   none\nstatus  no_gold\nwhy     C for None\n",
         ),
         (

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from jax_grpo.rewards.choice import choice
 from jax_grpo.rewards.contract import score
+from jax_grpo.rewards.multiple_choice import choice
 from jax_grpo.rewards.naming import resolve
 from jax_grpo.rewards.wording import keywords, pattern
 

@@ -1,36 +1,42 @@
-r"""Correctness: the boxed answer against the data's.
+r"""Correctness: the one final answer of a completion against the data's.
 
-The text after the thinking must hold one answer in a `\boxed{}`; two that differ are no answer,
-or a policy would learn to try its luck. Numbers are compared exactly, as fractions of bounded
-length, everything else as text: nothing is evaluated, so nothing can hang.
+The answer stands outside of the thinking, in a `\boxed{}` or `\fbox{}` (also `\boxed 5`), or where
+nothing is boxed on a line `#### 72`. Several are fine when they agree in value, and then the last
+one counts; several that differ are no answer, or a policy would learn to try its luck. For the
+same reason a box that is empty or never closed is no answer, whatever else is boxed.
+
+What is written as the right answer is, and numbers written out, is decided here; all that must be
+evaluated goes to worker processes with a deadline.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import re
-from collections.abc import Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_grpo.rewards.contract import text_of
+from jax_grpo.rewards.contract import log_statuses, text_of
+from jax_grpo.rewards.equality import MEASURES, NotHere, Settings, Verdict, is_copied, judge
+from jax_grpo.rewards.texts import after_thinking
+from jax_grpo.rewards.tokens import MAX_CHARACTERS
+from jax_grpo.rewards.workers import Pool
 
-_MAX_NUMBER = 100  # characters; what is longer is compared as text
+_MAX_ANSWERS = 8  # of one completion that are spelt differently: more are not compared
 
-# One pass over what matters: an escaped character (so that `\{` is no brace), a box, a brace.
-_BRACES = re.compile(r"(?P<box>\\boxed\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-_TAGS = re.compile(r"</?thinking>")
-
-# Digits, in groups of three or not. "7,2" is no number, and "1 000" neither.
-_COMMA = r"(?:,\\!|,|\{,\}|\\,|\\!)"
-_UNSIGNED = rf"(?:[0-9]{{1,3}}(?:{_COMMA}[0-9]{{3}})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
-_NUMBER = re.compile(rf"[+-]?(?:{_UNSIGNED})")
-_SLASH = re.compile(rf"(?P<sign>)(?P<a>[+-]?(?:{_UNSIGNED}))/(?P<b>[+-]?(?:{_UNSIGNED}))")
-_FRAC = re.compile(
-    rf"(?P<sign>[+-]?)\\frac\{{(?P<a>[+-]?(?:{_UNSIGNED}))\}}\{{(?P<b>[+-]?(?:{_UNSIGNED}))\}}"
+_BOX = re.compile(r"(?<!\\)(?:\\\\)*\\(?:boxed|fbox)(?![A-Za-z])")
+# One pass over what matters: a box, an escaped character (so that `\{` is no brace), a brace.
+_BRACES = re.compile(
+    r"\\(?:boxed|fbox)(?:\s*(?P<box>\{)"
+    r"|\s*(?P<bare>[-+.0-9](?:[^\s${}\\]*[^\s${}\\.,;:!?)*])?|(?<=\s)[A-Za-z](?![A-Za-z])))"
+    r"|\\.|(?P<open>\{)|(?P<close>\})",
+    re.DOTALL,
 )
-_SHORT_FRAC = re.compile(r"(?P<sign>[+-]?)\\frac(?P<a>[0-9])(?P<b>[0-9])")  # \frac12
+# GSM8K's line; one that goes on with a word is a heading of Markdown.
+_LINE = re.compile(r"^####(?!#)[ \t]*+(?![A-Za-z]{2})([^\n]+)$", re.MULTILINE)
+_SENTENCE = re.compile(r"\bthe (?:final )?answer is:?([^\n]+)", re.IGNORECASE)
 
 
 def correctness(
@@ -39,146 +45,189 @@ def correctness(
     answer: Sequence[Any],
     *,
     reward: float = 1.0,
+    sentence: bool = False,
+    optional: Sequence[str] = ("currency", "degree", "unit"),
+    tolerance: float = 1e-6,
+    form: bool = False,
+    seconds: float = 2.0,
+    log_metric: Callable[[str, float], Any] | None = None,
+    log_extra: Callable[[str, list[Any]], Any] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""Reward a completion whose boxed answer, after the thinking, is the right one.
+    r"""Reward a completion whose one final answer is the right one, by value.
+
+    Logs the statuses found (right or wrong), none, several, unparsable, too_complex and timeout.
 
     Args:
-        prompts: n prompts, not looked at.
+        prompts: n prompts, text or message lists: an answer must not be copied from there.
         completions: n completions, text or message lists.
         answer: n right answers: a number, text, or a solution that ends in `#### 72` or boxes
             its answer. Where there is none (None or empty) the reward is None.
         reward: what a right answer is worth; a wrong one, or none, is worth 0.
+        sentence: whether "The answer is 72." counts where nothing is boxed and no line is marked.
+        optional: the measures that may be left out or added: of base, currency, degree, percent
+            and unit. Two that differ are never equal, and 10% is never 0.1.
+        tolerance: relative; only for a right answer that is a decimal and not whole.
+        form: whether an expression must be in the form of the right one, up to the order of its
+            terms and factors; for data that ask to expand, factor or simplify.
+        seconds: the deadline of what must be evaluated, for each completion.
+        log_metric: given by the caller.
+        log_extra: given by the caller.
         **columns: not looked at.
+
+    Raises:
+        ValueError: a right answer is no number and no text, or a setting has no such value.
 
     >>> correctness(["?"] * 3, [r"\boxed{\frac{1}{2}}", r"\boxed{2}", "0.5"], [0.5] * 3, reward=2.0)
     [2.0, 0.0, 0.0]
     """
-    values: list[float | None] = []
-    for completion, gold in zip(completions, answer, strict=True):
-        wanted = gold_answer(gold)
-        if wanted is None:
-            values.append(None)
-        else:
-            values.append(float(reward) if final_answer(text_of(completion)) == wanted else 0.0)
-    return values
+    settings = _settings(optional, tolerance, form)
+    golds = [gold_answer(value) for value in answer]
+    offered = [final_answers(text_of(completion), sentence) for completion in completions]
+    verdicts = [_judge_here(a, gold, settings) for a, gold in zip(offered, golds, strict=True)]
+    waiting = [i for i, verdict in enumerate(verdicts) if verdict is None]
+    items = [(offered[i], golds[i] or "") for i in waiting]
+    for i, verdict in zip(waiting, _judge_there(items, settings, seconds), strict=True):
+        verdicts[i] = verdict
+    done = [
+        verdict._replace(right=False, why="copied from the question")
+        if verdict.right and is_copied(answers[-1], gold or "", _question(prompt))
+        else verdict
+        for verdict, answers, gold, prompt in zip(verdicts, offered, golds, prompts, strict=True)
+        if verdict is not None  # by now, that is all of them
+    ]
+    statuses, whys = [verdict.status for verdict in done], [verdict.why for verdict in done]
+    log_statuses("correctness", statuses, whys, log_metric, log_extra)
+    return [
+        None if gold is None else float(reward) if verdict.right else 0.0
+        for gold, verdict in zip(golds, done, strict=True)
+    ]
 
 
-def final_answer(text: str) -> Fraction | str | None:
-    r"""The one answer boxed after the thinking; None when there is none or several differ.
+def final_answers(text: str, sentence: bool = False) -> list[str]:
+    r"""What a completion offers as its answer: each that is written differently, the last one last.
 
-    >>> final_answer(r"<thinking>\boxed{1}</thinking>It is \boxed{1,000}.")
-    Fraction(1000, 1)
+    None where a box is empty or not closed, whatever else is boxed.
+
+    >>> final_answers(r"<thinking>\boxed{1}</thinking> \boxed{5}, no, $\boxed{ 6 }$, \boxed{6}.")
+    ['5', '6']
+    >>> final_answers("6 * 12 = 72\n#### $72"), final_answers("The answer is 72.", sentence=True)
+    (['$72'], ['72'])
     """
-    answers = {normalise(box) for box in boxed_answers(after_thinking(text))}
-    answer = answers.pop() if len(answers) == 1 else ""
-    return None if answer == "" else answer
+    text = after_thinking(text)
+    found = boxed_answers(text)
+    if not _BOX.search(text):
+        found = [line.strip("*_ \t\r") for line in _LINE.findall(text)]
+        if not found and sentence:
+            found = [line.partition(". ")[0].rstrip(". \t\r") for line in _SENTENCE.findall(text)]
+    found = [answer.strip() for answer in found]
+    return [] if "" in found else list(dict.fromkeys(reversed(found)))[::-1]
 
 
-def gold_answer(value: Any) -> Fraction | str | None:
-    r"""The data's answer in the form of `normalise`; None when it is missing or empty.
+def gold_answer(value: Any) -> str | None:
+    r"""The right answer in a row of the data, as text; None when it is missing or empty.
 
-    >>> gold_answer("6 * 12 = 72\n#### 72")
-    Fraction(72, 1)
+    Raises:
+        ValueError: it is no number and no text.
+
+    >>> gold_answer("6 * 12 = 72\n#### 72"), gold_answer(0.5), gold_answer(float("nan"))
+    ('72', '0.5', None)
     """
     if value is None:
         return None
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if not math.isfinite(value):  # an empty cell of a table
             return None
-        return Fraction(int(value) if isinstance(value, numbers.Integral) else str(value))
+        return str(value)
     if not isinstance(value, str | bool):
-        raise TypeError(f"an answer is text or a number, not {type(value).__name__}")
+        raise ValueError(f"an answer is text or a number, not {type(value).__name__}")
     value = str(value)
     _, mark, after = value.rpartition("####")
     boxes = [] if mark else boxed_answers(value)
-    answer = normalise(boxes[-1] if boxes else after)
-    return None if answer == "" else answer
-
-
-def after_thinking(text: str) -> str:
-    """What a completion says outside of its thinking.
-
-    An unclosed block is thought to the end. A block that only closes was opened in the prompt,
-    or inside another: all before is thought.
-
-    >>> after_thinking("<thinking>1+1</thinking>2")
-    '2'
-    >>> after_thinking("1+1</thinking>2<thinking>or 3?")
-    '2'
-    """
-    said: list[str] = []
-    start: int | None = 0  # of what is being said; None while thinking
-    for tag in _TAGS.finditer(text):
-        if tag.group() == "<thinking>":
-            if start is not None:
-                said.append(text[start : tag.start()])
-            start = None
-        else:
-            if start is not None:
-                said.clear()
-            start = tag.end()
-    if start is not None:
-        said.append(text[start:])
-    return "".join(said)
+    return (boxes[-1] if boxes else after).strip() or None
 
 
 def boxed_answers(text: str) -> list[str]:
-    r"""Contents of the outermost closed boxes, by balanced braces, in one pass.
+    r"""Contents of the outermost boxes, by balanced braces, in one pass.
 
-    >>> boxed_answers(r"\boxed{\frac{1}{2}} or \boxed{\{1, 2\}} or \boxed{3")
-    ['\\frac{1}{2}', '\\{1, 2\\}']
+    One that is never closed takes all the others with it: what it was to hold is not known.
+
+    >>> boxed_answers(r"\boxed{\frac{1}{2}} or \fbox{\{1, 2\}} or \boxed 3.")
+    ['\\frac{1}{2}', '\\{1, 2\\}', '3']
+    >>> boxed_answers(r"\boxed{1} or \boxed{2")
+    []
     """
     opened: list[int | None] = []  # where each open brace's box began, None for a plain brace
     boxes: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
-        if match.lastgroup == "box":
+        start: int | None = None
+        if match["box"]:
             opened.append(match.end())
-        elif match.lastgroup == "open":
+        elif match["open"]:
             opened.append(None)
-        elif match.lastgroup == "close" and opened:
-            start = opened.pop()
-            if start is not None:
-                while boxes and boxes[-1][0] > start:  # boxes inside of this one
-                    boxes.pop()
-                boxes.append((start, match.start()))
-    return [text[start:end] for start, end in boxes]
+        elif match["close"] and opened:
+            start, end = opened.pop(), match.start()
+        elif match["bare"]:
+            start, end = match.start("bare"), match.end()
+        if start is not None:
+            while boxes and boxes[-1][0] > start:  # boxes inside of this one
+                boxes.pop()
+            boxes.append((start, end))
+    return [] if any(opened) else [text[start:end] for start, end in boxes]
 
 
-def normalise(text: str) -> Fraction | str:
-    r"""Give the answer as a fraction when it is a number, else as text that is spelt one way.
-
-    Spaces, `$`, a full stop at the end and thousands separators do not count.
-
-    >>> normalise(" $1,000.50$. "), normalise(r"-\dfrac{1}{2}"), normalise("3 / 4")
-    (Fraction(2001, 2), Fraction(-1, 2), Fraction(3, 4))
-    >>> normalise("x + 1") == normalise("x+1"), normalise("1 2") == normalise("12")
-    (True, False)
-    """
-    text = text.replace("\\$", "$").replace("\\%", "%").replace("\u2212", "-")
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = text.lstrip(" \t\r\n\f\v$").rstrip(" \t\r\n\f\v$.")
-    text = " ".join(text.split())
-    # A space counts only between two letters or digits.
-    text = re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)
-    number = _number(text)
-    return text if number is None else number
-
-
-def _number(text: str) -> Fraction | None:
-    """Read an integer, a decimal or a fraction; None for anything else."""
-    if len(text) > _MAX_NUMBER:
+def _judge_here(answers: Sequence[str], gold: str | None, settings: Settings) -> Verdict | None:
+    """The verdict where nothing must be evaluated, else None."""
+    if not answers:
+        return Verdict("none", False, "no answer, or a box that is empty or not closed")
+    if len(answers) > _MAX_ANSWERS:
+        return Verdict("several", False, f"{len(answers)} answers")
+    if gold is None:
+        return Verdict("found", False, "the data have no answer")
+    try:
+        return judge(answers, gold, settings)
+    except NotHere:
         return None
-    if _NUMBER.fullmatch(text):
-        return _fraction(text)
-    match = _SLASH.fullmatch(text) or _FRAC.fullmatch(text) or _SHORT_FRAC.fullmatch(text)
-    if match is None or not (below := _fraction(match["b"])):
-        return None
-    value = _fraction(match["a"]) / below
-    return -value if match["sign"] == "-" else value
 
 
-def _fraction(text: str) -> Fraction:
-    """A matched number without its separators."""
-    digits = re.sub(_COMMA, "", text)
-    return Fraction(digits.rstrip(".") or "0")
+def _judge_there(
+    items: Sequence[tuple[Sequence[str], str]], settings: Settings, seconds: float
+) -> list[Verdict]:
+    """Verdicts of the worker processes."""
+    if not items:
+        return []
+    verdicts = []
+    # A right answer that is longer than what is read is only text, and no answer was that text.
+    shared = settings._replace(evaluate=True)
+    for result in _pool(seconds).map(
+        [(a, gold[: MAX_CHARACTERS + 1], shared) for a, gold in items]
+    ):
+        if result.status == "done":
+            verdicts.append(Verdict(*result.value))
+        elif result.status == "raised":
+            verdicts.append(Verdict("unparsable", False, result.value))
+        else:
+            verdicts.append(Verdict("timeout", False, result.value))
+    return verdicts
+
+
+def _question(prompt: Any) -> str:
+    """The text of a prompt, or of its last message."""
+    if isinstance(prompt, str):
+        return prompt
+    return text_of([{**message, "role": "assistant"} for message in prompt[-1:]])
+
+
+@functools.cache
+def _pool(seconds: float) -> Pool:
+    return Pool("jax_grpo.rewards.equality:judge_item", seconds=seconds)
+
+
+def _settings(optional: Sequence[str], tolerance: float, form: bool) -> Settings:
+    """The settings of a comparison; evaluation is the workers'."""
+    for name in optional:
+        if name not in MEASURES:
+            raise ValueError(f"optional: no measure {name!r}; there are: {', '.join(MEASURES)}")
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance is {tolerance}, and not from 0 to below 1")
+    return Settings(tuple(optional), float(tolerance), form, evaluate=False)

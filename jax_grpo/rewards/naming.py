@@ -65,8 +65,8 @@ def import_object(path: str) -> Any:
 def known_rewards() -> dict[str, Reward]:
     """The rewards of this package by short name: its public functions of `completions`.
 
-    >>> sorted(known_rewards())
-    ['correctness', 'thinking']
+    >>> {"correctness", "unit_tests", "execution_match"} <= known_rewards().keys()
+    True
     """
     package = __name__.rpartition(".")[0]
     known: dict[str, Reward] = {}
@@ -89,7 +89,8 @@ def resolve(reward: str | Reward, /, **settings: Any) -> Reward:
     r"""Find a reward by short name, dotted path or `file.py:name`, and bind its settings.
 
     A class is made an instance with the settings; to anything else they are bound with
-    `functools.partial`, as the keyword parameters that its signature names.
+    `functools.partial`, as the keyword parameters that its signature names. A reward of this
+    package is asked about no completions, so that it refuses a bad setting here and now.
 
     Raises:
         ValueError: one line, for an unknown reward (with the known names) or setting.
@@ -109,7 +110,22 @@ def resolve(reward: str | Reward, /, **settings: Any) -> Reward:
         function = functools.partial(function, **settings)
     if not callable(function):
         raise ValueError(f"the reward {reward!r} is not a function but {type(function).__name__}")
+    if isinstance(reward, str) and reward in known_rewards():
+        given = ("prompts", "completions", "completion_ids", *columns_of(function))
+        function(**{name: [] for name in given})
     return function
+
+
+def columns_of(function: Reward) -> list[str]:
+    """The columns of the data that a reward needs: its parameters without a default.
+
+    >>> columns_of(resolve("correctness"))
+    ['answer']
+    """
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    return [name for name in needed if name not in RESERVED]
 
 
 def _find(reward: str) -> Any:

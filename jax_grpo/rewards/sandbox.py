@@ -427,9 +427,13 @@ def _resident(pid: int) -> int:
 # -------------------------------------------------------------------------- what can be reached
 
 
-def level() -> str:
-    """The level of isolation that this system reaches, one of `LEVELS`."""
-    return _best(os.getpid()).level
+def level(require: str = "") -> str:
+    """The level of isolation that this system reaches, one of `LEVELS`.
+
+    Raises:
+        ValueError: when it is less than what is required.
+    """
+    return _reach(require).level
 
 
 def _reach(require: str) -> _Reached:
