@@ -94,6 +94,19 @@ def test_programs_that_fail(program, code, words):
     assert words in outcome.stderr.decode()
 
 
+def test_programs_that_were_forked_alike_differ():
+    program = (
+        "import random, secrets, uuid; print(random.random(), secrets.token_hex(), uuid.uuid4())"
+    )
+    first, second = (sandbox.run(program).stdout.split() for _ in range(2))
+    assert len(first) == len(second) == 3 and not set(first) & set(second)
+
+
+def test_code_runs_like_its_text():
+    code = compile("import sys; print(__name__, sys.argv)", "a.py", "exec")
+    assert sandbox.run(code).stdout == b"__main__ ['main.py']\n"
+
+
 def test_the_end_of_a_program_is_an_interpreters(method):
     program = """
     import atexit, dataclasses, threading, time

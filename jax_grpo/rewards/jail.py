@@ -1,10 +1,9 @@
 """What a sandboxed process does to itself before it runs a program: namespaces, limits, filters.
 
-`sandbox.py` sends this file to a fresh interpreter, the nursery, which has done all imports and
-forks for every program: that is four times faster than an interpreter each. It stands alone and
-needs the standard library only, few of its modules, and none that keeps a state (two programs
-would share their random numbers). Linux is what it is written for; elsewhere the calls that are
-not there are left out, and the report says so.
+`sandbox.py` sends this file to a fresh interpreter, the nursery, which forks for every program:
+cheaper than an interpreter each. It stands alone and needs the standard library only. Linux is
+what it is written for; elsewhere the calls that are not there are left out, and the report says
+so.
 
     nursery ── fork ── keeper ── unshare ── fork ── wait ── end what is left ── report the exit
                                               └── mounts ── limits ── user ── filters ── program
@@ -14,8 +13,6 @@ The keeper is trusted and waits; its child gives up all it can and becomes the p
 
 from __future__ import annotations
 
-import _signal  # the module signal imports enum, which a program may want to do by itself
-import _socket
 import ctypes
 import errno
 import gc
@@ -23,12 +20,11 @@ import marshal
 import os
 import resource
 import select
+import signal
+import socket
 import struct
 import sys
-
-TYPE_CHECKING = False  # the module typing would cost more than all of this
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x20000, 0x2000000, 0x4000000
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x8000000, 1 << 28, 1 << 29, 1 << 30
@@ -108,31 +104,38 @@ def mount(
 
 # ------------------------------------------------------------- the nursery and its keepers
 
+# What most programs import. None of them keeps a state: random would give all the same numbers.
+PRELOADED = (
+    "ast bisect collections contextlib copy dataclasses enum functools heapq itertools json math "
+    "operator re string types typing"
+).split()
 PIPES = ("stdin", "stdout", "stderr", "requests", "frames", "commands", "reports")
 
 
-def nurse(control: int) -> str:
+def nurse(control: int) -> Any:
     """Fork for every message on a socket, which brings the `PIPES`; returns in programs alone.
 
     Returns:
-        The program's source text, to be run.
+        The program, source text or code.
     """
     if linux:
-        prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
-    _signal.signal(_signal.SIGCHLD, _signal.SIG_IGN)  # keepers need no burial
-    socket = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, control)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need no burial
+    parent = socket.socket(fileno=control)
     while os.open("/dev/null", os.O_RDONLY) < 9:
         pass  # so that what comes lies above the numbers that the program will have
+    for name in PRELOADED:
+        __import__(name)
     gc.freeze()  # a program's end would look at all that lies here, and so copy it
     while True:
-        message, ancillary, _, _ = socket.recvmsg(1, _socket.CMSG_SPACE(4 * len(PIPES)))
+        message, ancillary, _, _ = parent.recvmsg(1, socket.CMSG_SPACE(4 * len(PIPES)))
         if not message:
             os._exit(0)
         pipes = dict(zip(PIPES, struct.unpack(f"{len(PIPES)}i", ancillary[0][2]), strict=True))
         if not os.fork():
-            _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            os.close(socket.detach())
+            parent.close()
             with open(pipes["commands"], "rb", closefd=False) as file:
                 config, program = marshal.loads(file.read(int.from_bytes(file.read(4), "big")))
             enter(config, pipes)
@@ -173,7 +176,7 @@ def enter(config: dict[str, Any], pipes: dict[str, int]) -> None:
         report(f"failed {error}")
         os._exit(1)
     if linux:
-        prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     child = os.fork()
     if not child:
         try:
@@ -212,7 +215,7 @@ def wait(child: int, commands: int) -> int:
         if ended is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         if commands in ready:
-            os.kill(child, _signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
             watched.remove(commands)  # it is enough to be told once
             seconds = 0.02
 
@@ -220,7 +223,7 @@ def wait(child: int, commands: int) -> int:
 def end_leftovers(child: int, user: int | None) -> None:
     """Kill what a program without a process namespace of its own left behind."""
     try:
-        os.killpg(child, _signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
     if user is not None:  # all of this user are this program's
@@ -228,7 +231,7 @@ def end_leftovers(child: int, user: int | None) -> None:
         if not killer:
             become(user)
             try:
-                os.kill(-1, _signal.SIGKILL)
+                os.kill(-1, signal.SIGKILL)
             finally:
                 os._exit(0)
         os.waitpid(killer, 0)
@@ -237,7 +240,7 @@ def end_leftovers(child: int, user: int | None) -> None:
         if not children:
             return
         for pid in children:
-            os.kill(pid, _signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
@@ -262,7 +265,7 @@ def confine(config: dict[str, Any], user: int | None) -> list[str]:
     """Give up everything; the words say what was reached."""
     flags, limits, namespaces = [], config["limits"], config["namespaces"]
     if linux:
-        prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if not namespaces:
         os.setpgid(0, 0)
     home = config["directory"]
@@ -286,7 +289,7 @@ def confine(config: dict[str, Any], user: int | None) -> list[str]:
     if linux:
         check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))  # no capability at all
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-        prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)  # a change of user forgets it
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user forgets it
         if not namespaces and landlock(home, [config["prefix"], *config["readable"]]):
             flags.append("landlock")
         if seccomp(among_others=not namespaces):

@@ -38,7 +38,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Literal, NamedTuple
 
 from jax_grpo.rewards import jail
@@ -62,7 +62,7 @@ def start():
     program = space["nurse"](int(sys.argv[1]))
     sys.argv[:] = ["main.py"]
     del globals()["start"]
-    return compile(program, "main.py", "exec")
+    return compile(program, "main.py", "exec") if isinstance(program, str) else program
 exec(start())
 """
 
@@ -111,12 +111,16 @@ class _Reached(NamedTuple):
 
 
 def run(
-    program: str, *, stdin: bytes = b"", limits: Limits | None = None, require: str = ""
+    program: str | CodeType,
+    *,
+    stdin: bytes = b"",
+    limits: Limits | None = None,
+    require: str = "",
 ) -> Outcome:
     r"""Run a program to its end.
 
     Args:
-        program: Python source text; runs as `__main__`.
+        program: Python source text, or code compiled from it; runs as `__main__`.
         stdin: what it reads.
         limits: what it may use; by default as `Limits` says.
         require: the level that must be reached.
@@ -138,7 +142,7 @@ class Session:
     from descriptor 3 and writes its own to 4.
 
     Args:
-        program: Python source text; runs as `__main__`.
+        program: Python source text, or code compiled from it; runs as `__main__`.
         stdin: what it reads.
         limits: what it may use; `seconds` counts while somebody waits for it.
         require: the level that must be reached.
@@ -149,7 +153,7 @@ class Session:
 
     def __init__(
         self,
-        program: str,
+        program: str | CodeType,
         *,
         stdin: bytes = b"",
         limits: Limits | None = None,
