@@ -55,7 +55,8 @@ _READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/e
 # Becomes the nursery, then in its forks a program, of which it leaves no name.
 _BOOT = """
 def start():
-    import marshal, os, sys
+    import builtins, marshal, os, sys
+    builtins.exit = builtins.quit = sys.exit  # which `-S` leaves out
     space = {"__name__": "jail"}
     with open(0, "rb", closefd=False) as file:
         exec(marshal.load(file), space)

@@ -6,7 +6,7 @@ import re
 
 _TAGS = re.compile(r"<(/?)(?:thinking|think)>")
 # A fence: at most three spaces, three or more of one mark, and for an opening one a language.
-_FENCE = re.compile(r"^ {0,3}(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^\n]*?)[ \t\r]*$", re.MULTILINE)
+_FENCE = re.compile(r"^ {0,3}(?P<mark>`{3,}|~{3,})(?P<info>[^\n]*)$", re.MULTILINE)
 
 
 def after_thinking(text: str) -> str:
@@ -48,7 +48,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
-        mark, info = fence["mark"], fence["info"]
+        mark, info = fence["mark"], fence["info"].strip(" \t\r")
         if opened is None:
             if "`" not in info:  # else it is code in a line: ```x```
                 opened = fence
