@@ -332,6 +332,7 @@ PROBLEM_KEYS = "split, count, seed, min_terms, max_terms, max_operand, max_parti
         ("grpo.algorithm.truncated=drop", "truncated 'drop' is not one of: keep, mask, zero"),
         ("grpo.optimizer.schedule=exp", "schedule must be constant, linear or cosine, got 'exp'"),
         ("grpo.remat=some", "config.grpo: remat 'some' is not one of: none, dots, full"),
+        ("grpo.rewards={'unit_tests':{'require':'walls'}}", "'walls' is no level of isolation"),
         ("grpo.rewards={'thinkin':{}}", "unknown reward 'thinkin'; known: choice, correctness"),
         ("grpo.rewards={'r':{'function':'no.py:f'}}", "config.grpo: no such file: no.py"),
         ("grpo.rewards={}", "config.grpo: rewards are missing"),

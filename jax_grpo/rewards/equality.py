@@ -23,10 +23,19 @@ from typing import Any, NamedTuple
 
 from jax_grpo.rewards.expressions import MIRRORED, Node, negative, variables, walk
 from jax_grpo.rewards.parsing import parse
-from jax_grpo.rewards.tokens import TooComplex, Unparsable, words
+from jax_grpo.rewards.tokens import TooComplex, Unparsable, trimmed, words
 from jax_grpo.rewards.values import is_equal, is_multiple
 
 _WORK = frozenset(("sum", "product", "quotient", "power", "call"))
+# Markup that is silent, and a division or a product as another one writes it.
+_SILENT = re.compile(
+    r"(?<!\\)\\(?:(?:left|right)(?![A-Za-z0-9])|(?:text[a-z]*|mbox|mathrm)\s*\{(?P<said>[^{}]*)\})"
+)
+_FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}|\\frac(\d)(\d)")
+# `\textbf{(C)}\ 12`: a letter and what it stands for.
+_CHOICE = re.compile(
+    r"(?:\\text(?:bf|rm)?\s*\{\s*)?\((?P<letter>[A-Z])\)\s*\}?(?:[ ~]|\\[ ,;]|\\quad)*(?P<rest>.+)"
+)
 MEASURES = ("base", "currency", "degree", "percent", "unit")
 
 
@@ -88,7 +97,8 @@ def judge(answers: Sequence[str], gold: str, settings: Settings = _DEFAULT) -> V
         if wanted is not None and wanted.kind == "words":
             right = words(answer) == wanted.text
             return Verdict("found", right, "the same words" if right else "other words")
-        given = parse(answer)
+        choice = _CHOICE.fullmatch(trimmed(answer)) if wanted and _is_letter(wanted) else None
+        given = parse(choice["letter"] if choice and _is_value(choice["rest"]) else answer)
         if wanted is None:
             return Verdict("found", False, "the right answer cannot be read, and is not this text")
         right = equal(given, wanted, settings)
@@ -107,15 +117,25 @@ def _read(text: str) -> Node | None:
         return None
 
 
+def _is_letter(node: Node) -> bool:
+    return node.kind == "name" and len(node.text) == 1 and node.text.isupper()
+
+
+def _is_value(text: str) -> bool:
+    """Whether a text is one value, without words or another letter to choose."""
+    node = _read(text)
+    other = ("list", "words", "named", "relation")
+    return node is not None and not any(n.kind in other or _is_letter(n) for n in walk(node))
+
+
 def spelling(text: str) -> str:
-    r"""An answer without what never matters: spaces, `$`, `\left`, a full stop at the end.
+    r"""An answer without what never matters: spaces, `$`, `\left`, `\text`, a full stop at the end.
 
     >>> spelling(r" $\left( 1, \dfrac{1}{2} \right)$. ")
     '(1,\\frac{1}{2})'
     """
-    for old, new in (("\\left", ""), ("\\right", ""), ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac")):
-        text = text.replace(old, new)
-    text = text.strip(" \t\r\n$").removesuffix(".").strip(" \t\r\n$")
+    text = _SILENT.sub(lambda match: match["said"] or "", text)
+    text = trimmed(text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
     # A space counts only between two letters or digits.
     return re.sub(r"(?<![A-Za-z0-9])[ \t\r\n]+|[ \t\r\n]+(?![A-Za-z0-9 \t\r\n])", "", text)
 
@@ -235,7 +255,12 @@ def _equal_numbers(a: Node, gold: Node, settings: Settings) -> bool:
 
 
 def _functions(node: Node) -> bool:
-    return any(n.kind == "call" and n.text not in ("sqrt", "abs", "exp") for n in walk(node))
+    return any(
+        n.kind == "call"
+        and n.text not in ("sqrt", "abs", "exp")
+        and not (n.text == "binom" and variables(n))
+        for n in walk(node)
+    )
 
 
 def _needs_evaluation(settings: Settings) -> None:
@@ -255,10 +280,21 @@ def is_copied(answer: str, gold: str, question: str) -> bool:
     >>> is_copied(r"\sqrt{18}", r"3\sqrt{2}", r"Simplify $\sqrt{18}$.")
     True
     """
-    if spelling(answer) not in spelling(question):
+    asked = rf"(?<![A-Za-z0-9.]){re.escape(_on_one_line(answer))}(?![A-Za-z0-9])"
+    if not re.search(asked, _on_one_line(question)):
         return False
     node, wanted = _read(answer), _read(gold)
     if node is None or wanted is None:
         return False
     is_work = any(n.kind in _WORK or n.text == "fraction" for n in walk(node))
     return is_work and in_order(node) != in_order(wanted)
+
+
+def _on_one_line(text: str) -> str:
+    r"""A text with `/` for `\frac` and `\div`, and `*` for `\times`, so that a copy is seen."""
+    text = _FRACTION.sub(
+        lambda match: "/".join(part for part in match.groups() if part), spelling(text)
+    )
+    for old, new in (("÷", "/"), ("\\div", "/"), ("×", "*"), ("\\times", "*"), ("\\cdot", "*")):
+        text = text.replace(old, new)
+    return spelling(text)

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from jax_grpo.rewards.tokens import CONSTANTS, MAX_NESTING, TooComplex, Unparsable
 
-MAX_EXPONENT = 1000  # written as a number; what comes out is bounded where it is evaluated
+MAX_EXPONENT = 2500  # written as a number; what comes out is bounded where it is evaluated
 MAX_FACTORIAL = 20
 _MAX_DEPTH = 4 * MAX_NESTING  # of the tree: brackets hold sums of products of powers
 _INTERVALS = {"<": "()", "<=": "(]", ">": "()", ">=": "[)"}
@@ -111,20 +111,25 @@ def _side(node: Node, upper: bool) -> Node:
 
 def listed(items: list[Node]) -> Node:
     """A list without lists in it; one item is itself."""
-    flat: list[Node] = []
-    for item in items:
-        _check_depth(item)
-        flat += [part for side in _sides(item) for part in pieces(side)]
+    flat = [part for item in items for part in pieces(item)]
     return flat[0] if len(flat) == 1 else Node("list", tuple(flat))
 
 
+def sided(node: Node) -> Node:
+    """A node or list with each plus-minus as the two that it stands for."""
+    _check_depth(node)
+    return listed([side for item in pieces(node) for side in _sides(item)])
+
+
 def related(a: Node, sign: str, b: Node) -> Node:
-    """`x = 5`, `x > 5` and `x in [5, 6]` name a value; all else is a relation."""
+    """`x = 5`, `(x, y) = (5, 6)`, `x > 5` and `x in [5, 6]` name a value, nothing else does."""
     if sign != "∈" and _is_name(b) and not _is_name(a):
         a, sign, b = b, MIRRORED[sign], a
     is_function = a.kind == "product" and a.parts[0].text in ("f", "g", "h", "p", "P")
     own = variables(a.parts[0] if is_function else a)  # `f(x) = x + 1` names f(x)
-    if not _is_name(a) or sign == "!=" or own & variables(b):
+    are_named = a.kind == b.kind == "bracket" and sign == "=" and len(a.parts) == len(b.parts)
+    is_named = all(map(_is_name, a.parts)) if are_named else _is_name(a) and sign != "!="
+    if not is_named or own & variables(b):
         return Node("relation", (a, b), sign)
     if sign in _INTERVALS:
         infinity = Node("name", (), "infty")

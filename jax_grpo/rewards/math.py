@@ -120,7 +120,7 @@ def final_answers(text: str, sentence: bool = False) -> list[str]:
         found = [line.strip("*_ \t\r") for line in _LINE.findall(text)]
         if not found and sentence:
             found = [line.partition(". ")[0].rstrip(". \t\r") for line in _SENTENCE.findall(text)]
-    found = [answer.strip() for answer in found]
+    found = [answer.strip().removeprefix("**").removesuffix("**").strip() for answer in found]
     return [] if "" in found else list(dict.fromkeys(reversed(found)))[::-1]
 
 

@@ -33,6 +33,7 @@ from jax_grpo.rewards.expressions import (
     pieces,
     raised_to,
     related,
+    sided,
     subscripted,
     times,
     variables,
@@ -60,14 +61,14 @@ def parse(text: str) -> Node:
     jax_grpo.rewards.tokens.Unparsable: an equation between numbers
     """
     left = collections.deque(tokens(text))
-    node = _answer(left, 0)
+    node = sided(_answer(left, 0))
     if left[0].kind != "end":
         raise Unparsable(f"{left[0].text!a} is not expected")
     return node
 
 
 def _answer(left: _Tokens, depth: int) -> Node:
-    """A list of items, or the one that there is; an item with a plus-minus is two."""
+    """A list of items, or the one that there is."""
     items = [_item(left, depth)]
     while left[0].text == ",":
         left.popleft()
@@ -76,7 +77,9 @@ def _answer(left: _Tokens, depth: int) -> Node:
 
 
 def _item(left: _Tokens, depth: int) -> Node:
-    """A value, or a relation between values."""
+    """A value, or a relation between values; `= 5` is one side alone."""
+    if left[0].text == "=":
+        left.popleft()
     values, signs = [_union(left, depth)], []
     while left[0].kind == "symbol" and left[0].text in RELATIONS:
         signs.append(left.popleft().text)
@@ -109,7 +112,10 @@ def _measured(left: _Tokens, depth: int) -> Node:
     unit = left.popleft().text
     if left[0].text == "^":
         left.popleft()
-        unit += f"^{_script(left, depth).value}"
+        power = _script(left, depth)
+        if power.kind != "number":
+            raise Unparsable("a unit with a power that is no number")
+        unit += f"^{power.value}"
     return Node("measure", (node,), unit)
 
 
@@ -233,8 +239,8 @@ def _primary(left: _Tokens, depth: int) -> Node:
         return Node("words", (), "".join(said))
     if token.kind == "function":
         return _function(token.text, left, depth + 1)
-    if token.text in CURRENCIES and left[0].kind == "number":
-        return Node("measure", (_primary(left, depth + 1),), token.text)
+    if token.text in CURRENCIES and (left[0].kind == "number" or left[0].text == "-"):
+        return Node("measure", (_signed_value(left, depth + 1, _primary),), token.text)
     if token.text == "{":
         node = _answer(left, depth + 1)
         _expect(left, "}")
@@ -265,7 +271,7 @@ def _bracket(opening: str, left: _Tokens, depth: int) -> Node:
     if closing not in _BRACKETS[opening]:
         raise Unparsable(f"{opening[0]} is not closed")
     if opening == "{{":
-        return Node("bracket", pieces(listed(items)) if items else (), "{}")
+        return Node("bracket", pieces(sided(listed(items))) if items else (), "{}")
     if len(items) == 1 and opening + closing in ("()", "[]"):
         return items[0]
     return Node("bracket", tuple(items), opening[0] + closing[0])
@@ -310,6 +316,8 @@ def _function(name: str, left: _Tokens, depth: int) -> Node:
     node = Node("call", (argument, *base), name)
     if power is None:
         return node
+    if power == number(Fraction(-1)) and name in ("sin", "cos", "tan"):
+        return node._replace(text=f"arc{name}")
     if power.kind == "number" and power.value < 0:
         raise Unparsable("an inverse function")
     return raised_to(node, power)

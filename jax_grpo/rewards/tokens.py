@@ -49,13 +49,14 @@ _SAME_NAME = {"infinity": "infty", "inf": "infty", "varphi": "phi", "varepsilon"
 _GREEK = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega pi infty "
-    "ell emptyset".split()
+    "ell".split()
 )
 
 _SYMBOLS = {  # commands and characters that are one symbol to the parser
     **{"cdot": "*", "times": "*", "ast": "*", "div": "/", "pm": "±", "mp": "∓", "%": "%"},
     **{"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">="},
-    **{"lt": "<", "gt": ">", "ne": "!=", "neq": "!=", "in": "∈", "cup": "∪"},
+    **{"lt": "<", "gt": ">", "approx": "=", "ne": "!=", "neq": "!="},
+    **{"in": "∈", "cup": "∪"},
     **{"{": "{{", "}": "}}", "lbrace": "{{", "rbrace": "}}", "degree": "°"},
     **{"lvert": "|(", "rvert": "|)", "lfloor": "floor(", "rfloor": "floor)"},
     **{"lceil": "ceil(", "rceil": "ceil)", "langle": "<(", "rangle": ">)", "\\": "\\\\"},
@@ -64,13 +65,14 @@ _UNICODE = str.maketrans(
     {
         **{"−": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "°": r"\degree ", "π": r"\pi "},
         **{"√": r"\sqrt ", "∞": r"\infty ", "±": r"\pm ", "≤": "<=", "≥": ">=", "≠": r"\ne "},
+        **{"≈": r"\approx ", "∅": r"\emptyset ", "ℝ": r"(-\infty,\infty)"},
         **{"∪": r"\cup ", "∈": r"\in ", "²": "^2", "³": "^3"},
     }
 )
 # Commands that say how a formula looks, and nothing about what it is.
 _SILENT = frozenset(
     "left right big Big bigl bigr Bigl Bigr displaystyle textstyle quad qquad mathbf mathrm "
-    "mathit boldsymbol bf rm text textbf textrm mbox operatorname angle triangle limits "
+    "mathit boldsymbol bf rm boxed fbox underline text textbf textrm mbox operatorname angle triangle limits "
     ", ; : ! ( ) [ ]".split()
 ) | frozenset(" \t\r\n")
 
@@ -84,12 +86,18 @@ UNITS = {
         "lb lbs pound pounds|ml milliliter milliliters|l L liter liters|gal gallon gallons|"
         "cup cups|pint pints|"
         "s sec second seconds|min minute minutes|h hr hour hours|day days|week weeks|"
-        "month months|year years|mph|km/h kmh|m/s|rad radian radians|unit units"
+        "month months|year years|mi/h mph|km/h kmh|m/s|rad radian radians|unit units"
     ).split("|")
     for alias in words.split()
 }
-CURRENCIES = frozenset("$€£")  # they stand before the number
+CURRENCIES = frozenset("$¢€£")  # they stand before the number
 _UNIT_PHRASE = re.compile(r"(?P<power>(?:square|sq\.?|cubic|cu\.?) )?(?P<unit>[a-z/%$]+)\.?")
+# Behind a number, what was counted: `5 eggs`; but neither millions nor tenths, which multiply it.
+_COUNTED = re.compile(
+    r"(?!hundred|thousand|[a-z]*illion|dozen|score|ten|quarter|half|halve|time|plus|minus|"
+    r"[a-z]*(?:th|ird|s)s)"
+    r"[a-z]{3,}s|people|children|men|women"
+)
 
 # Thousands with a separator that cannot be meant otherwise, then with a comma, then without.
 _APART = r"(?:\{,\}|,?\\[,!;: ],? *|~| )"
@@ -102,7 +110,7 @@ _PIECE = (
     r"\\(?P<begin>begin|end)\s*\{(?P<matrix>[pb]?matrix|array)\}(?:\{[lcr| ]*\})?|"
     r"(?P<degree>\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\}))|"
     r"\\(?P<command>[A-Za-z]+|[^A-Za-z])|(?P<letters>[A-Za-z]+)|"
-    r"(?P<symbol><=|>=|!=|\*\*|[-+*/^_=<>()\[\]{}|!,%%&'€£])|(?P<space>[ \t\n\r$~]+)"
+    r"(?P<symbol><=|>=|!=|\*\*|[-+*/^_=<>()\[\]{}|!,%%&'¢€£])|(?P<space>[ \t\n\r$~]+)"
 )
 _INSIDE, _OUTSIDE = re.compile(_PIECE % ""), re.compile(_PIECE % _COMMAS)
 _PROSE = re.compile(r"[A-Za-z][A-Za-z' ,.]*")
@@ -121,7 +129,7 @@ def tokens(text: str) -> list[Token]:
     """
     if len(text) > MAX_CHARACTERS:
         raise TooComplex(f"longer than {MAX_CHARACTERS} characters")
-    text = text.strip(" \t\n\r$").rstrip(".$ ").translate(_UNICODE)
+    text = re.sub(r"\\mathbb\s*(?:\{R\}|R(?![A-Za-z]))", "ℝ", trimmed(text)).translate(_UNICODE)
     if _PROSE.fullmatch(text) and any(map(_is_word, re.findall("[A-Za-z]+", text))):
         return [*_prose(text), Token("end", "")]
     found: list[Token] = []
@@ -143,6 +151,17 @@ def tokens(text: str) -> list[Token]:
     return [*found, Token("end", "")]
 
 
+def trimmed(text: str) -> str:
+    r"""An answer without the spaces, `$` and full stops around it; `5\$` stays.
+
+    >>> trimmed(r" $5\$$. ")
+    '5\\$'
+    """
+    text = text.lstrip(" \t\n\r$")
+    end = len(text.rstrip(" \t\n\r$."))
+    return text[: end + text[:end].endswith("\\")]
+
+
 def words(text: str) -> str:
     r"""What an answer in words says: without markup, spaces and case.
 
@@ -159,7 +178,7 @@ def _read(piece: re.Match[str], before: list[Token]) -> list[Token]:
     if kind == "number":
         return [_number(text)]
     if kind == "words":
-        return _words(piece["words"])
+        return _words(piece["words"], _ends_number(before))
     if kind == "matrix":
         return [Token("symbol", "[[" if piece["begin"] == "begin" else "]]")]
     if kind == "degree":
@@ -167,7 +186,7 @@ def _read(piece: re.Match[str], before: list[Token]) -> list[Token]:
     if kind == "command":
         return _command(piece["command"])
     if kind == "letters":
-        return _letters(text)
+        return _letters(text, _ends_number(before))
     if kind == "space":
         return []
     if text == "|":
@@ -179,6 +198,10 @@ def _read(piece: re.Match[str], before: list[Token]) -> list[Token]:
     if text in CURRENCIES:
         return [Token("unit", text)]
     return [Token("symbol", "^" if text == "**" else text)]
+
+
+def _ends_number(before: list[Token]) -> bool:
+    return bool(before) and (before[-1].kind == "number" or before[-1].text == "}")
 
 
 def _number(text: str) -> Token:
@@ -211,18 +234,26 @@ def _prose(text: str) -> list[Token]:
     return [token for text in found for token in (Token("symbol", ","), text)][1:]
 
 
-def _words(text: str) -> list[Token]:
+def _words(text: str, behind_number: bool) -> list[Token]:
     r"""What stands in a `\text{}`: a separator, a unit, or words; a letter is a name."""
     plain = " ".join(text.split())
     if plain.strip(", ") in ("and", "or"):
         return [Token("symbol", ",")]
-    unit = _UNIT_PHRASE.fullmatch(plain.lower() if len(plain) > 1 else plain)
-    if unit and unit["unit"] in UNITS:
-        power = {"s": "^2", "c": "^3"}.get((unit["power"] or " ")[0], "")
-        return [Token("unit", UNITS[unit["unit"]] + power)]
+    units = [_unit(part, behind_number) for part in plain.split(" per ")]
+    if all(units):
+        return [Token("unit", "/".join(units))]
     if len(plain) == 1 and plain.isalpha():
         return [Token("name", plain)]
     return [Token("text", words(plain))] if plain else []
+
+
+def _unit(phrase: str, behind_number: bool) -> str:
+    """The unit that a phrase names; empty when it is none."""
+    phrase = phrase.lower() if len(phrase) > 1 else phrase
+    unit = _UNIT_PHRASE.fullmatch(phrase)
+    if unit and unit["unit"] in UNITS:
+        return UNITS[unit["unit"]] + {"s": "^2", "c": "^3"}.get((unit["power"] or " ")[0], "")
+    return phrase if behind_number and _COUNTED.fullmatch(phrase) else ""
 
 
 def _command(name: str) -> list[Token]:
@@ -230,6 +261,8 @@ def _command(name: str) -> list[Token]:
     if name in _SILENT:
         return []
     name = _SAME_NAME.get(name, _SAME_FUNCTION.get(name, name))
+    if name in ("emptyset", "varnothing"):
+        return [Token("symbol", "{{"), Token("symbol", "}}")]
     if name == "$":
         return [Token("unit", "$")]
     if name in FUNCTIONS:
@@ -241,7 +274,7 @@ def _command(name: str) -> list[Token]:
     raise Unparsable(f"the command {name[:20]!a}")
 
 
-def _letters(text: str) -> list[Token]:
+def _letters(text: str, behind_number: bool) -> list[Token]:
     """A run of letters: a word with a meaning, or the product of one-letter variables."""
     if text in ("and", "or"):
         return [Token("symbol", ",")]
@@ -249,6 +282,7 @@ def _letters(text: str) -> list[Token]:
         return [Token("function", _SAME_FUNCTION.get(text, text))]
     if text in ("pi", "infinity", "inf", "infty"):
         return [Token("name", _SAME_NAME.get(text, text))]
-    if len(text) > 1 and text in UNITS:
-        return [Token("unit", UNITS[text])]
+    unit = _unit(text, behind_number) if len(text) > 1 and text.islower() else ""
+    if unit:
+        return [Token("unit", unit)]
     return [Token("name", letter) for letter in text]

@@ -2,12 +2,15 @@ r"""The value of an expression at random points: exact while it is rational, els
 
 Two expressions are taken to be equal when they agree at all points where both are defined, to 60
 digits, with fresh points each time; numbers are written with at most 50, so none can pass for pi.
+Without a variable they are compared once more to some 5,000 digits, which is more than the largest
+power has that we compute: adding 1 to it does not go unseen, nor adding a tiny power to a root.
 No simplifier runs, so none can hang; what a value may cost is bounded before it is computed.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +24,8 @@ from jax_grpo.rewards.tokens import TooComplex
 
 _MP = mpmath.MPContext()  # a context of our own: the precision is nobody else's
 _MP.dps = 100
-_SAME = _MP.mpf(10) ** -60  # relative
+_FINE_DIGITS = 5000
+_UNCERTAIN_DIGITS = 40  # at the end of a value: not compared
 _MAX_BITS = 10_000  # of an exact value; what is larger has 100 digits
 _MAX_ARGUMENT = 10_000  # of exp and the like
 # Signs of the variables at each point: a root needs positive ones, and |x| is x for no others.
@@ -54,7 +58,10 @@ def is_equal(a: Node, b: Node) -> bool:
         if not _same(x, y):
             return False
         count += 1
-    return count >= (3 if variables(a) | variables(b) else 1)
+    if variables(a) | variables(b) or not count:
+        return count >= 3
+    with _MP.workdps(_FINE_DIGITS):
+        return all(_same(x, y) for x, y in itertools.islice(_values_at_points(a, b), 1))
 
 
 def is_multiple(a: Node, b: Node) -> bool:
@@ -67,7 +74,8 @@ def _same(x: Any, y: Any) -> bool:
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y
     x, y = _real(x), _real(y)
-    return abs(x - y) <= _SAME * max(abs(x), abs(y), _SAME)
+    tolerance = _MP.mpf(10) ** (_UNCERTAIN_DIGITS - _MP.dps)  # relative
+    return abs(x - y) <= tolerance * max(abs(x), abs(y), tolerance)
 
 
 def _values_at_points(a: Node, b: Node) -> Iterator[tuple[Any, Any]]:
