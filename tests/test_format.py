@@ -98,6 +98,12 @@ def test_tags_of_other_names(completion, settings, value):
     assert format.tags(["p"], [completion], **settings) == [value]
 
 
+def test_names_are_one_or_more():
+    assert format.tags(["p"], ["<think>x</think>"], names="think") == [1.0]
+    with pytest.raises(ValueError, match="names must have one tag or more"):
+        format.tags(["p"], ["x"], names=())
+
+
 def test_tagged_parts_are_what_stands_in_them():
     text = "<think>1 + 1\n</think> <answer>2</answer> "
     assert format.tagged_parts(text, ("think", "answer")) == ["1 + 1\n", "2"]

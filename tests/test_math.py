@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -436,6 +437,7 @@ WRONG = r"""
     5\text{ thirds} ;; 5
     5\text{ minus} ;; 5
     5\text{cm}^x ;; 5
+    5^\circ^\circ ;; 5
     \text{yes}5 ;; 5
     \$-7 ;; 7
     5 \approx 5 ;; 5
@@ -660,6 +662,8 @@ def test_the_question_is_no_answer(prompt, answer, gold, value):
         ({"optional": ["percents"]}, "optional: no measure 'percents'; there are: base, currency,"),
         ({"tolerance": 1.0}, "tolerance is 1.0, and not from 0 to below 1"),
         ({"tolerance": float("nan")}, "tolerance is nan"),
+        ({"optional": "percents"}, "optional: no measure 'percents'"),
+        ({"seconds": 0}, "seconds is 0, and not above 0"),
     ],
 )
 def test_settings_are_checked(settings, message):
@@ -678,6 +682,7 @@ def test_settings_are_checked(settings, message):
         (r"\boxed{17}", np.int64(17), 1),
         (r"\boxed{0.1}", np.float32(0.1), 1),
         (r"\boxed{1/3}", Fraction(1, 3), 1),
+        (r"\boxed{.1}", Decimal("0.10"), 1),
         (r"\boxed{0.0000001}", 1e-7, 1),
         ("17", "17", 0),
         (r"\boxed{$72$.}", "72", 1),

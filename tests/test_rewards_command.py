@@ -149,12 +149,18 @@ def test_completions_from_files_and_standard_input(command, tmp_path):
         (["--check=choice", "--completion=x", "--answer=Z"], "the answer 'Z' is none of ABCDE"),
         (["--check=choice", "--completion=x", "--column=prompts=1"], "rename the data's column"),
         (["--check=choice", "--completion=@nothing"], "No such file or directory: 'nothing'"),
+        (["--check=choice", "--completion=@binary"], "@binary: not UTF-8 text: "),
+        (
+            ["--check=correctness", "--completion=x", "--setting=tolerance=a"],
+            "the reward 'correctness' and its settings: ",
+        ),
         (["--check=no.py:f", "--completion=x"], "no such file: no.py"),
         (["--check=mine.py:broken", "--completion=x"], "'broken' raised ZeroDivisionError("),
         (["stray"], "not a flag: stray"),
     ],
 )
-def test_what_is_refused_gives_one_line(command, args, message):
+def test_what_is_refused_gives_one_line(command, args, message, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\x00")
     code, out, err = command(*args)
     assert (code, out) == (2, "")
     assert err.startswith("jax_grpo rewards: ") and message in err and err.count("\n") == 1

@@ -394,6 +394,7 @@ def test_a_row_without_a_gold_has_no_value(gold):
         (17, None, "row 1: a gold query is text, not 17"),
         ("SELECT 1", "missing.db", "row 1: no such database: .*missing.db"),
         ("SELECT 1", 17, "row 1: a database is a path or a list of paths, not 17"),
+        ("SELECT 1", [17], r"row 1: a database is a path or a list of paths, not \[17\]"),
         ("SELECT 1", [], "row 1: a database is a path or a list of paths"),
         ("SELECT name FROM sqlite_master", __file__, "row 1: .*file is not a database"),
     ],

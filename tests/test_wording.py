@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from jax_grpo.rewards.contract import score
@@ -51,6 +52,7 @@ def test_keywords_of_every_row_and_forbidden_ones():
     assert values[:, 0].tolist() == [1.0, 2.0, 1.0, 0.0]
     values, _ = score([reward], ["p"] * 4, texts, [[1]] * 4)
     assert values[:, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
+    assert keywords(["p"] * 2, ["cat", "c a t"], words="cat", forbidden="mouse") == [1.0, 0.0]
 
 
 # ------------------------------------------------------------------------- regular expressions
@@ -91,6 +93,11 @@ def test_patterns_that_are_refused(regex):
     with pytest.raises(ValueError, match="not a regular expression: ") as error:
         pattern(["p"], ["a"], regex=regex)
     assert "\n" not in str(error.value)
+
+
+def test_a_deadline_is_above_0():
+    with pytest.raises(ValueError, match="seconds is 0, and not above 0"):
+        pattern(["p"], ["a"], regex="a", seconds=0)
 
 
 def test_catastrophic_patterns_end_at_the_deadline():
@@ -165,7 +172,14 @@ def test_choice(text, status, value):
 
 @pytest.mark.parametrize(
     ("answer", "letters", "value"),
-    [("B", "AB", 3.0), (" (b) ", "AB", 3.0), (1, "AB", 3.0), (0, "AB", 0.0), (0, "BA", 3.0)]
+    [
+        ("B", "AB", 3.0),
+        (" (b) ", "AB", 3.0),
+        (1, "AB", 3.0),
+        (np.int64(1), "AB", 3.0),
+        (0, "AB", 0.0),
+        (0, "BA", 3.0),
+    ]
     + [(None, "AB", None), ("", "AB", None), (float("nan"), "AB", None)],
 )
 def test_what_the_data_may_say(answer, letters, value):

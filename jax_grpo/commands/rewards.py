@@ -93,9 +93,12 @@ def check(reward: Reward, prompt: str, completion: str, columns: dict[str, Any])
 
 def _text(given: str) -> str:
     """The text of a flag, of a file, or of standard input."""
-    if given == "-":
-        return sys.stdin.read()
-    return Path(given[1:]).read_text(encoding="utf-8") if given.startswith("@") else given
+    try:
+        if given == "-":
+            return sys.stdin.read()
+        return Path(given[1:]).read_text(encoding="utf-8") if given.startswith("@") else given
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{given}: not UTF-8 text: {error}") from error
 
 
 def _pairs(flag: str, given: Sequence[str]) -> dict[str, Any]:

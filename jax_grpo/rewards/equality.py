@@ -293,7 +293,7 @@ def is_copied(answer: str, gold: str, question: str) -> bool:
 def _on_one_line(text: str) -> str:
     r"""A text with `/` for `\frac` and `\div`, and `*` for `\times`, so that a copy is seen."""
     text = _FRACTION.sub(
-        lambda match: "/".join(part for part in match.groups() if part), spelling(text)
+        lambda match: f" {'/'.join(filter(None, match.groups()))} ", spelling(text)
     )
     for old, new in (("÷", "/"), ("\\div", "/"), ("×", "*"), ("\\times", "*"), ("\\cdot", "*")):
         text = text.replace(old, new)

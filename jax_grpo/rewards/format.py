@@ -30,7 +30,7 @@ def tags(
     prompts: Sequence[Any],
     completions: Sequence[Any],
     *,
-    names: tuple[str, ...] = ("think", "answer"),
+    names: Sequence[str] = ("think", "answer"),
     rest: bool = False,
     opened: bool = False,
     reward: float = 1.0,
@@ -47,11 +47,17 @@ def tags(
         reward: what the right form is worth; any other is worth 0.
         **columns: not looked at.
 
+    Raises:
+        ValueError: for no names.
+
     >>> tags(["?"] * 2, ["<think>1+1</think> <answer>2</answer>", "<answer>2</answer>"])
     [1.0, 0.0]
     >>> tags(["?"], ["1+1</think> It is 2."], names=("think",), rest=True, opened=True)
     [1.0]
     """
+    names = (names,) if isinstance(names, str) else names
+    if not names:
+        raise ValueError("names must have one tag or more")
     start = f"<{names[0]}>" if opened else ""
     texts = (start + text_of(completion) for completion in completions)
     return [0.0 if tagged_parts(text, names, rest) is None else float(reward) for text in texts]

@@ -11,6 +11,7 @@ evaluated goes to worker processes with a deadline.
 
 from __future__ import annotations
 
+import decimal
 import functools
 import math
 import numbers
@@ -82,6 +83,8 @@ def correctness(
     [2.0, 0.0, 0.0]
     """
     settings = _settings(optional, tolerance, form)
+    if not seconds > 0:
+        raise ValueError(f"seconds is {seconds}, and not above 0")
     golds = [gold_answer(value) for value in answer]
     offered = [final_answers(text_of(completion), sentence) for completion in completions]
     verdicts = [_judge_here(a, gold, settings) for a, gold in zip(offered, golds, strict=True)]
@@ -135,7 +138,7 @@ def gold_answer(value: Any) -> str | None:
     """
     if value is None:
         return None
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if isinstance(value, numbers.Real | decimal.Decimal) and not isinstance(value, bool):
         if not math.isfinite(value):  # an empty cell of a table
             return None
         return str(value)
@@ -225,6 +228,7 @@ def _pool(seconds: float) -> Pool:
 
 def _settings(optional: Sequence[str], tolerance: float, form: bool) -> Settings:
     """The settings of a comparison; evaluation is the workers'."""
+    optional = (optional,) if isinstance(optional, str) else optional
     for name in optional:
         if name not in MEASURES:
             raise ValueError(f"optional: no measure {name!r}; there are: {', '.join(MEASURES)}")

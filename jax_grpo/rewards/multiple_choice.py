@@ -2,6 +2,7 @@ r"""Multiple choice: the one letter that a completion ends up with."""
 
 from __future__ import annotations
 
+import numbers
 import re
 import string
 from collections.abc import Callable, Sequence
@@ -85,8 +86,8 @@ def _gold(value: Any, letters: str, row: int) -> str | None:
     """The right letter of a row."""
     if value is None or value == "" or value != value:  # NaN is an empty cell of a table
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(letters):
-        return letters[value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = letters[int(value)] if 0 <= int(value) < len(letters) else value
     letter = str(value).strip(" ().").upper()
     if len(letter) != 1 or letter not in letters:
         raise ValueError(f"row {row}: the answer {value!r} is none of {letters}")

@@ -112,7 +112,10 @@ def resolve(reward: str | Reward, /, **settings: Any) -> Reward:
         raise ValueError(f"the reward {reward!r} is not a function but {type(function).__name__}")
     if isinstance(reward, str) and reward in known_rewards():
         given = ("prompts", "completions", "completion_ids", *columns_of(function))
-        function(**{name: [] for name in given})
+        try:
+            function(**{name: [] for name in given})
+        except TypeError as error:  # a setting of another type
+            raise ValueError(f"the reward {reward!r} and its settings: {error}") from error
     return function
 
 

@@ -193,6 +193,8 @@ def _power(left: _Tokens, depth: int) -> Node:
             node = Node("call", (node,), "!")
         elif sign in ("%", "°"):
             left.popleft()
+            if node.kind == "measure":
+                raise Unparsable("two units")
             node = Node("measure", (node,), sign)
         elif sign == "'" and node.kind == "name":
             left.popleft()

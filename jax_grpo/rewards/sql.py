@@ -107,7 +107,8 @@ def _pool(seconds: float) -> Pool:
 def _existing(paths: Any, root: str, row: int) -> list[str]:
     """The absolute paths of a row's databases."""
     paths = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if not isinstance(paths, list | tuple) or not paths:
+    fits = isinstance(paths, list | tuple) and all(isinstance(p, str | os.PathLike) for p in paths)
+    if not fits or not paths:
         raise ValueError(f"row {row}: a database is a path or a list of paths, not {paths!r}")
     found = [os.path.abspath(os.path.join(root, path)) for path in paths]
     for path in found:

@@ -72,8 +72,8 @@ _UNICODE = str.maketrans(
 # Commands that say how a formula looks, and nothing about what it is.
 _SILENT = frozenset(
     "left right big Big bigl bigr Bigl Bigr displaystyle textstyle quad qquad mathbf mathrm "
-    "mathit boldsymbol bf rm boxed fbox underline text textbf textrm mbox operatorname angle triangle limits "
-    ", ; : ! ( ) [ ]".split()
+    "mathit boldsymbol bf rm boxed fbox underline text textbf textrm mbox operatorname angle "
+    "triangle limits , ; : ! ( ) [ ]".split()
 ) | frozenset(" \t\r\n")
 
 UNITS = {

@@ -195,4 +195,4 @@ def _root(x: Any, index: Any) -> Any:
     x = _real(x)
     if not isinstance(x, _MP.mpc) and x < 0 and index % 2:
         return -_MP.root(-x, int(index))
-    return _MP.root(x, int(index))
+    return _MP.sqrt(x) if index == 2 else _MP.root(x, int(index))

@@ -18,8 +18,8 @@ def keywords(
     completions: Sequence[Any],
     keywords: Sequence[Any] | None = None,
     *,
-    words: tuple[str, ...] = (),
-    forbidden: tuple[str, ...] = (),
+    words: Sequence[str] = (),
+    forbidden: Sequence[str] = (),
     reward: float = 1.0,
     **columns: Any,
 ) -> list[float | None]:
@@ -40,6 +40,8 @@ def keywords(
     ...          words=("cats", "dogs"), forbidden=("mice",))
     [1.0, 0.5, 0.0]
     """
+    words = (words,) if isinstance(words, str) else words
+    forbidden = (forbidden,) if isinstance(forbidden, str) else forbidden
     values: list[float | None] = []
     for completion, own in zip(completions, keywords or [()] * len(completions), strict=True):
         own = [own] if isinstance(own, str) else own or ()
@@ -90,8 +92,10 @@ def pattern(
         **columns: not looked at.
 
     Raises:
-        ValueError: for an expression that is empty or none.
+        ValueError: for an expression that is empty or none, and for no seconds.
     """
+    if not seconds > 0:
+        raise ValueError(f"seconds is {seconds}, and not above 0")
     try:
         if not regex:
             raise re.error("empty")
