@@ -291,6 +291,9 @@ def test_a_script_that_passes_anything_is_an_error_of_the_data():
         tests = {"script": script, "function": "f"}
         with pytest.raises(ValueError, match="row 1: the script passes without calling the prog"):
             unit_tests(["?"] * 2, ["", fenced("def f(): return 1")], [None, tests])
+    tests = {"script": "import nowhere\nassert f() == 1", "function": "f"}
+    with pytest.raises(ValueError, match="ends .ModuleNotFoundError: No module named 'nowhere'. w"):
+        unit_tests(["?"], [fenced("def f(): return 1")], [tests])
 
 
 def test_an_error_of_the_data_does_not_wait_for_the_rest():
@@ -451,6 +454,8 @@ def test_methods_are_called_on_a_new_object():
     )
     assert judged(code, tests)[0] == "passed"
     assert judged("def count(): return 1", tests)[0] == "error"
+    for form in (tests, {"script": "def check(c):\n    assert c() == 1"}):
+        assert judged(code, {**form, "function": "Solution().count"})[0] == "passed"
 
 
 def test_a_setup_runs_before_the_code_but_is_no_solution():
@@ -518,3 +523,21 @@ def test_a_machine_without_a_sandbox_is_not_the_programs_fault(monkeypatch):
 def test_an_isolation_that_is_no_level_is_refused():
     with pytest.raises(ValueError, match="require='walls'"):
         judged(SUM, SUMS, require="walls")
+
+
+@pytest.mark.parametrize(("times", "status"), [(1, "passed"), (2, "stopped")])
+def test_a_sandbox_that_was_killed_is_tried_once_more(monkeypatch, times, status):
+    killed = [programs.sandbox.Outcome("stopped", b"", b"", None, "limits")] * times
+    run = programs.sandbox.run
+    monkeypatch.setattr(
+        programs.sandbox, "run", lambda *a, **k: killed.pop() if killed else run(*a, **k)
+    )
+    assert judged(SUM, SUMS)[::2] == (status, float(status == "passed"))
+
+
+def test_a_machine_that_is_full_is_not_the_programs_fault(monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(programs.sandbox, "run", full)
+    assert judged(SUM, SUMS) == ("sandbox", "[Errno 28] No space left on device", None)

@@ -43,6 +43,22 @@ _, *numbers = map(int, os.read(0, 1 << 16).split())
 os.write(1, "\\n".join(str(n * n) for n in numbers).encode())
 """,
     "open(0)": "print(*[int(n) ** 2 for n in open(0)][1:], sep='\\n')",
+    "/dev/stdin": "print(*[int(n) ** 2 for n in open('/dev/stdin')][1:], sep='\\n')",
+    "streams that are wrapped again": """
+import io, sys
+sys.stdin = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
+sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8")
+for n in range(int(input())): print(int(input()) ** 2)
+""",
+    "streams that are detached": """
+import io, sys
+sys.stdout = io.TextIOWrapper(sys.stdout.detach())
+for n in range(int(input())): print(int(input()) ** 2)
+""",
+    "output that is never closed": """
+out = open("/dev/stdout", "w")
+for n in range(int(input())): out.write(f"{int(input()) ** 2}\\n")
+""",
     "reads slowly": """
 import sys, time
 for line in list(sys.stdin)[1:]:

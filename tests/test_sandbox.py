@@ -8,9 +8,12 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -121,6 +124,52 @@ def test_the_end_of_a_program_is_an_interpreters(method):
     assert outcome.stdout.decode().split("\n") == ["__main__", "thread Point(x=3)", "at exit", ""]
 
 
+FAST_OUTPUT = """
+import io, os, sys
+class Fast:
+    def __init__(self):
+        self.buffer = io.BytesIO()
+        self.write = lambda text: self.buffer.write(text.encode())
+    def flush(self):
+        os.write(1, self.buffer.getvalue())
+        self.buffer = io.BytesIO()
+sys.stdout = Fast()
+sys.stdout.write("fast")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("out = open(1, 'w')\nout.write('not closed')", "not closed"),
+        ("out = [open(1, 'w')]\nout.append(out)\nout[0].write('in a cycle')", "in a cycle"),
+        ("import io, sys\nsys.stdout = io.StringIO()\nsys.__stdout__.write('kept')", "kept"),
+        ("import sys\nsys.stdout = open(1, 'w')\nprint('another')", "another\n"),
+        (FAST_OUTPUT, "fast"),
+        ("import sys\nsys.stdout.write('closed')\nsys.stdout.close()", "closed"),
+        ("class A:\n def __del__(self): print('deleted')\na = A()", "deleted\n"),
+        ("import os\nif os.fork(): os.wait()\nprint('both')", "both\nboth\n"),
+        ("import atexit\natexit._clear()\nprint('cleared')", "cleared\n"),
+    ],
+)
+def test_what_was_written_comes_out_at_the_end(program, output):
+    outcome = sandbox.run(program)
+    assert (outcome.code, outcome.stdout.decode()) == (0, output), outcome
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("import atexit, os\natexit.register(os._exit, 4)", 4),
+        ("import atexit, sys\natexit.register(print)\nsys.exit(5)", 5),
+        ("raise SystemExit", 0),
+        ("raise SystemExit('no')", 1),
+    ],
+)
+def test_exit_codes(program, code):
+    assert sandbox.run(program).code == code
+
+
 def test_large_input_and_output(method):
     data = os.urandom(3_000_000).hex().encode()
     program = "import sys; sys.stdout.write(sys.stdin.read()[::-1])"
@@ -128,6 +177,15 @@ def test_large_input_and_output(method):
     assert outcome.status == "ended" and outcome.stdout == data[::-1]
     # It need not read its input.
     assert run("print(1)", method, stdin=data)[0].stdout == b"1\n"
+
+
+def test_standard_streams_have_paths(method):
+    program = """
+    print(open("/dev/stdin").read(), file=open("/dev/stdout", "w"))
+    print(*open("/dev/fd/0"), file=open("/dev/stderr", "w"))
+    """
+    outcome, _ = run(program, method, stdin=b"in")
+    assert outcome[:4] == ("ended", b"in\n", b"\n", 0)
 
 
 # -------------------------------------------------------------------------------- what it sees
@@ -230,6 +288,66 @@ def test_calls_that_no_honest_program_needs_are_refused(method):
     assert lines == ["-1 -1 -1 -1 -1 -1", "thread", "b'1\\n'", "(0, 0) None"], outcome
 
 
+OUTSIDE_OF_LIMITS = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None)
+for kind in (socket.AF_VSOCK, socket.AF_NETLINK, socket.AF_PACKET, socket.AF_ALG):
+    try:
+        socket.socket(kind, socket.SOCK_STREAM)
+        print("a socket of family", kind)
+    except PermissionError:
+        pass
+for get in (libc.shmget, libc.semget, libc.msgget):
+    if get(0, 1, 0o1600) != -1:
+        print("an object of", get.__name__)
+try:
+    os.memfd_create("x")
+    print("memory without a limit")
+except PermissionError:
+    pass
+"""
+
+
+def test_what_namespaces_and_limits_do_not_bound_is_refused(method):
+    if "seccomp" not in FLAGS[method]:
+        pytest.skip("no seccomp here")
+    outcome, _ = run(OUTSIDE_OF_LIMITS, method)
+    assert outcome[:4] == ("ended", b"", b"", 0)
+
+
+OTHERS = """
+import fcntl, os
+def own(request):
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, request, {pid})
+    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    os.write(writing, b"x")  # and the kernel signals the owner
+attempts = [
+    (os.kill, {pid}, 10),
+    (own, fcntl.F_SETOWN),
+    (os.setpriority, os.PRIO_PROCESS, {pid}, 1),
+    (os.sched_setaffinity, {pid}, {{0}}),
+    (os.sched_setscheduler, {pid}, os.SCHED_BATCH, os.sched_param(0)),
+]
+for attempt, *arguments in attempts:
+    try:
+        attempt(*arguments)
+        print(attempt.__name__)
+    except OSError:
+        pass
+"""
+
+
+def test_no_signal_reaches_another_and_no_other_is_slowed_down(method):
+    if not FLAGS[method] & {"namespaces", "seccomp"}:
+        pytest.skip("nothing here keeps it from that")
+    with subprocess.Popen(["sleep", "60"]) as other:  # of this user, as the program may be
+        outcome, _ = run(OTHERS.format(pid=other.pid), method)
+        assert outcome[:4] == ("ended", b"", b"", 0)
+        assert other.poll() is None and os.getpriority(os.PRIO_PROCESS, other.pid) == 0
+        other.kill()
+
+
 def test_honest_libraries_work(method):
     program = """
     import asyncio, bisect, collections, concurrent.futures, ctypes, dataclasses, decimal, enum
@@ -273,6 +391,20 @@ def test_memory_of_all_processes(method):
     assert outcome.status == "memory" and time.monotonic() - began < 10
 
 
+def test_memory_of_orphans(method):
+    program = """
+    import os, time
+    for _ in range(3):
+        if not os.fork():
+            if os.fork():
+                os._exit(0)
+            kept = bytearray(b"x") * (60 << 20)
+            time.sleep(20)
+    time.sleep(20)
+    """
+    assert run(program, method, memory=1 << 27)[0].status == "memory"
+
+
 def test_files(method):
     program = """
     try:
@@ -314,6 +446,16 @@ def test_output_is_capped_while_it_is_read(method):
     chatter = "import sys\nfor _ in range(1000): print('a' * 1000, file=sys.stderr)\nprint(1)"
     outcome, _ = run(chatter, method, output=100)
     assert outcome.status == "ended" and outcome.stdout == b"1\n" and len(outcome.stderr) == 65536
+    began = time.monotonic()
+    assert run("import os\nwhile True: os.write(2, bytes(65536))", method)[0].status == "output"
+    assert time.monotonic() - began < 5
+
+
+def test_output_drop_by_drop_is_little_work():
+    before = time.process_time()
+    program = "import os\nwhile True: os.write(2, b'x')"
+    assert sandbox.run(program, limits=Limits(seconds=1.0)).status == "timeout"
+    assert time.process_time() - before < 0.4
 
 
 @pytest.mark.parametrize(
@@ -514,6 +656,70 @@ def is_alive(pid):
         return False
 
 
+@pytest.fixture
+def place(monkeypatch):
+    """Where temporary files are made; every user may go there."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
 def test_an_exception_leaves_nothing_behind():
     with pytest.raises(RuntimeError), Session("import time; time.sleep(300)"):
         raise RuntimeError
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.003, 0.006, 0.01, 0.02])
+def test_an_interrupt_leaves_nothing_behind(place, seconds):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sandbox.run("import time; time.sleep(300)")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize("spare", [3, 9])
+def test_too_few_descriptors_leave_nothing_behind(place, spare):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(name) for name in os.listdir("/proc/self/fd"))
+    filling = [os.open("/dev/null", os.O_RDONLY) for _ in range(most)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(filling) + 1 + spare, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            sandbox.run("")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in filling:
+            os.close(descriptor)
+    assert not list(place.iterdir())
+
+
+def test_a_directory_is_removed_however_deep_and_closed(method, place):
+    program = """
+    import os
+    for _ in range(1200):
+        os.mkdir("d")
+        os.chdir("d")
+    open("file", "w").close()
+    os.symlink("/", "link")
+    os.chmod(".", 0)
+    """
+    assert run(program, method)[0].code == 0
+    assert not list(place.iterdir())
+
+
+def test_a_link_in_the_place_of_a_directory_is_not_followed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir(mode=0o755)
+    (kept / "file").touch()
+    (tmp_path / "link").symlink_to(kept)
+    sandbox._remove(str(tmp_path / "link"))
+    assert os.listdir(tmp_path) == ["kept"] and (kept / "file").exists()
+    assert kept.stat().st_mode & 0o777 == 0o755

@@ -10,7 +10,8 @@ program can forge what it likes and gains nothing by it.
         Standard input and output; each test is a run of its own.
     {"function": "add", "inputs": [[1, 2], {"a": 1, "b": 2}, ...], "outputs": [3, 3, ...]}
         Calls of a function, with positional arguments in a list or keyword arguments in a
-        dictionary; `"Solution.add"` is a method of a new `Solution()` for each call.
+        dictionary; `"Solution.add"`, or `"Solution().add"`, is a method of a new `Solution()`
+        for each call.
     {"script": "def check(candidate): ...", "function": "add"}
         A test script, as HumanEval, MBPP or KodCode have it: its top level runs, then
         `check(function)` if it defines that, else its functions `test...()`.
@@ -25,9 +26,9 @@ exception. So the test stays out of the program's reach, at a price: only plain 
 function, or see an argument changed in place, and one that evaluates text it is given lets the
 program in. Nothing keeps a program from listing the answers to tests it has guessed: have many.
 
-A row that any program passes is an error of the data: one without tests, with outputs that are
-all empty, or with a script that passes without calling the program. There is the standard library
-alone, for programs and for scripts.
+A row whose verdict does not depend on the program is an error of the data: one without tests,
+with outputs that are all empty, or with a script that ends without calling the program, such as
+one that imports what is not there. There is the standard library alone, for programs and scripts.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ def read_tests(value: Any, row: int = 0) -> Task | None:
             raise ValueError("inputs and outputs are lists")
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("function, script and setup are text")
+        texts[0] = texts[0].replace("().", ".")  # as LeetCode's data have it
         tests = Task(*lists, *texts)
         (_check_script if tests.script else _check_pairs)(tests)
         compile(tests.setup, "setup", "exec", dont_inherit=True)

@@ -46,6 +46,9 @@ CALLS = {
         **dict(userfaultfd=323, kexec_file_load=320, clone=56, prctl=157, socket=41, setpgid=109),
         **dict(setsid=112, kill=62, tkill=200, tgkill=234, rt_sigqueueinfo=129, chroot=161),
         **dict(rt_tgsigqueueinfo=297, prlimit64=302, capset=126, acct=163, personality=135),
+        **dict(memfd_create=319, shmget=29, semget=64, msgget=68, fcntl=72, ioctl=16),
+        **dict(setpriority=141, sched_setparam=142, sched_setscheduler=144, sched_setattr=314),
+        **dict(sched_setaffinity=203, ioprio_set=251, migrate_pages=256, move_pages=279),
     },
     "aarch64": {
         **dict(pivot_root=41, ptrace=117, mount=40, umount2=39, swapon=224, reboot=142),
@@ -55,22 +58,34 @@ CALLS = {
         **dict(userfaultfd=282, kexec_file_load=294, clone=220, prctl=167, socket=198, setpgid=154),
         **dict(setsid=157, kill=129, tkill=130, tgkill=131, rt_sigqueueinfo=138, chroot=51),
         **dict(rt_tgsigqueueinfo=240, prlimit64=261, capset=91, acct=89, personality=92),
+        **dict(memfd_create=279, shmget=194, semget=190, msgget=186, fcntl=25, ioctl=29),
+        **dict(setpriority=140, sched_setparam=118, sched_setscheduler=119, sched_setattr=274),
+        **dict(sched_setaffinity=122, ioprio_set=30, migrate_pages=238, move_pages=239),
     },
 }
 # The same number everywhere.
-NEWER = dict(pidfd_send_signal=424, io_uring_setup=425, open_tree=428, move_mount=429, fsopen=430)
+NEWER = {
+    **dict(pidfd_send_signal=424, io_uring_setup=425, open_tree=428, move_mount=429, fsopen=430),
+    **dict(pidfd_getfd=438, memfd_secret=447),
+}
 CLONE3, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 435, 444, 445, 446
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 NEVER = (
     "pivot_root ptrace mount umount2 swapon reboot init_module delete_module kexec_load add_key "
     "request_key keyctl unshare perf_event_open open_by_handle_at setns process_vm_readv "
     "process_vm_writev finit_module bpf userfaultfd kexec_file_load chroot acct capset personality "
-    "io_uring_setup open_tree move_mount fsopen"
+    "io_uring_setup open_tree move_mount fsopen pidfd_getfd "
+    "memfd_create memfd_secret shmget semget msgget"  # memory that no limit of ours counts
 ).split()
-# Without a process namespace a program could leave its group, or signal others of its user.
+# Without a process namespace a program could leave its group, or signal others of its user, or
+# slow them down.
 NEVER_AMONG_OTHERS = (
-    "socket setpgid setsid tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal"
+    "socket setpgid setsid tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal setpriority "
+    "sched_setparam sched_setscheduler sched_setattr ioprio_set migrate_pages move_pages"
 ).split()
+# Requests that have the kernel send the signal: F_SETOWN, F_SETSIG, F_SETOWN_EX.
+SIGNAL_OWNERS = [("fcntl", 8), ("fcntl", 10), ("fcntl", 15), ("ioctl", 0x8901), ("ioctl", 0x8902)]
+AF_INET6 = 10
 
 libc = ctypes.CDLL(None, use_errno=True)
 linux = sys.platform == "linux"
@@ -132,7 +147,12 @@ def nurse(control: int) -> Any:
         if not message:
             os._exit(0)
         pipes = dict(zip(PIPES, struct.unpack(f"{len(PIPES)}i", ancillary[0][2]), strict=True))
-        if not os.fork():
+        try:
+            keeper = os.fork()
+        except OSError as error:  # of this program alone: others depend on the nursery
+            keeper = -1
+            os.write(pipes["reports"], f"failed {error}\n".encode())
+        if not keeper:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             parent.close()
@@ -151,8 +171,8 @@ def enter(config: dict[str, Any], pipes: dict[str, int]) -> None:
         seconds, memory, files, processes), "directory" (private, empty), "prefix" (where the
         interpreter lies), "readable" (what else it needs).
     pipes: "stdin", "stdout", "stderr", "requests" and "frames" are the program's. Anything that
-        comes on "commands", or its end, ends the program; on "reports" go lines: "pid N", then
-        "ready FLAGS" or "failed WHY", then "ended CODE".
+        comes on "commands", or its end, ends the program; on "reports" go lines: "pid N KEEPER",
+        then "ready FLAGS" or "failed WHY", then "ended CODE".
     """
     commands, reports = pipes["commands"], pipes["reports"]
 
@@ -163,6 +183,8 @@ def enter(config: dict[str, Any], pipes: dict[str, int]) -> None:
         user = choose_user() if config["drop"] else None
         if user is not None:
             os.chown(config["directory"], user, user)
+            for name in PIPES[:5]:
+                os.fchown(pipes[name], user, user)  # or it could not open /dev/stdin
         os.chdir(config["prefix"])  # the way there may be closed to that user, `.` is not
         if config["namespaces"] == "user":
             if user is not None:
@@ -189,7 +211,7 @@ def enter(config: dict[str, Any], pipes: dict[str, int]) -> None:
         except BaseException as error:
             report(f"failed {type(error).__name__}: {error}")
             os._exit(1)
-    report(f"pid {child}")
+    report(f"pid {child} {os.getpid()}")
     for name in PIPES[:5]:
         os.close(pipes[name])
     code = wait(child, commands)
@@ -349,6 +371,8 @@ def private_files(root: str, config: dict[str, Any], owner: int) -> str:
     for name in ("null", "zero", "full", "random", "urandom"):
         bind(f"/dev/{name}", f"{root}/dev/{name}", MS_NOSUID)
     os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"{root}/dev/{name}")
     files = config["limits"]["files"]
     for path, size in (("/tmp", files), ("/dev/shm", files // 4)):
         os.makedirs(root + path, exist_ok=True)
@@ -452,19 +476,24 @@ def seccomp(among_others: bool) -> bool:
     numbers = {**CALLS[machine], **NEWER}
     load, equal, above, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, absent = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-    number, arch, first = 0, 4, 16  # where they lie in struct seccomp_data
+    number, arch, first, second = 0, 4, 16, 24  # where they lie in struct seccomp_data
     program = [(load, 0, 0, arch), (equal, 1, 0, AUDIT_ARCH[machine]), (give, 0, 0, 0x80000000)]
     program += [(load, 0, 0, number), (above, 0, 1, 0x40000000), (give, 0, 0, refuse)]
     for name in NEVER + (NEVER_AMONG_OTHERS if among_others else []):
         program += [(equal, 0, 1, numbers[name]), (give, 0, 0, refuse)]
     program += [(equal, 0, 1, CLONE3), (give, 0, 0, absent)]  # libc then takes clone
-    tests = [("clone", any_bit, ANY_NEW, 0), ("prctl", equal, PR_SET_PDEATHSIG, 0)]
+    tests = [
+        ("clone", first, any_bit, ANY_NEW, 0),
+        ("prctl", first, equal, PR_SET_PDEATHSIG, 0),
+        ("socket", first, above, AF_INET6, 0),  # AF_VSOCK reaches out of any network namespace
+    ]
     if among_others:  # signals to itself alone
-        tests += [(name, equal, os.getpid(), 1) for name in ("kill", "tgkill")]
-        tests += [("prlimit64", equal, 0, 1)]
-    for name, test, value, negated in tests:
+        tests += [(name, first, equal, os.getpid(), 1) for name in ("kill", "tgkill")]
+        tests += [(name, first, equal, 0, 1) for name in ("prlimit64", "sched_setaffinity")]
+        tests += [(name, second, equal, request, 0) for name, request in SIGNAL_OWNERS]
+    for name, argument, test, value, negated in tests:
         jumps = (1, 0) if negated else (0, 1)
-        program += [(equal, 0, 4, numbers[name]), (load, 0, 0, first), (test, *jumps, value)]
+        program += [(equal, 0, 4, numbers[name]), (load, 0, 0, argument), (test, *jumps, value)]
         program += [(give, 0, 0, refuse), (load, 0, 0, number)]
     program += [(give, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import secrets
 import time
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_grpo.rewards import driver, sandbox
@@ -16,7 +16,7 @@ from jax_grpo.rewards.contract import shorten
 from jax_grpo.rewards.texts import code_in
 
 _LANGUAGES = ("python", "py", "python3")
-_DRIVER = Path(driver.__file__).read_text(encoding="utf-8")
+_DRIVER = inspect.getsource(driver)
 _CANDIDATE = compile(_DRIVER + "\nserve_candidate()\n", "driver.py", "exec")
 _JUDGE = compile(_DRIVER + "\nserve_judge()\n", "driver.py", "exec")
 _OUTPUT = 1 << 20  # bytes that a program may print or answer, beyond what is expected
@@ -48,8 +48,9 @@ class Verdict(NamedTuple):
     """What became of a completion, or of one of its tests.
 
     The status is "passed", "failed" (a wrong answer), "error" (an exception or a crash),
-    "timeout", "memory", "output" (too much of it), "no_code" (no fenced block), "no_tests" (in
-    the row) or "sandbox" (none could be started, which is not the program's fault).
+    "timeout", "memory", "output" (too much of it), "stopped" (its sandbox was killed, twice),
+    "no_code" (no fenced block), "no_tests" (in the row) or "sandbox" (none could be started,
+    which is not the program's fault).
     """
 
     status: str
@@ -58,7 +59,7 @@ class Verdict(NamedTuple):
 
 
 class BadScript(Exception):
-    """A script that passes whatever the program is."""
+    """A script whose verdict does not depend on the program."""
 
 
 _Results = Generator[Verdict, None, None]  # one per test, until one ends the process
@@ -68,7 +69,7 @@ def judge(text: str, tests: Task | None, settings: Settings) -> Verdict:
     """Run the program of a completion on its tests.
 
     Raises:
-        BadScript: when a script passes without calling the program.
+        BadScript: when a script ends without calling the program.
         ValueError: one line, when the required isolation is out of reach.
     """
     if tests is None:
@@ -76,6 +77,17 @@ def judge(text: str, tests: Task | None, settings: Settings) -> Verdict:
     code = code_in(text, _LANGUAGES)
     if code is None:
         return Verdict("no_code", "no fenced block of Python")
+    try:
+        verdict = _run(code, tests, settings)
+        if verdict.status == "stopped":  # it may be another's fault, as where memory is short
+            verdict = _run(code, tests, settings)
+    except OSError as error:  # no descriptors, a full disk
+        return Verdict("sandbox", _line(str(error)))
+    return verdict
+
+
+def _run(code: str, tests: Task, settings: Settings) -> Verdict:
+    """Run a program on its tests, until one fails where all must pass."""
     form = _run_script if tests.script else _run_calls if tests.function else _run_texts
     count = len(tests.inputs) or 1
     passed, first = 0, Verdict("passed", f"{count} of {count} tests")
@@ -158,8 +170,9 @@ def _run_script(code: str, tests: Task, settings: Settings) -> _Results:
         except (ValueError, TypeError, RecursionError):
             yield Verdict("error", "a forged answer")
             return
-    if status == "passed" and not calls:
-        raise BadScript("the script passes without calling the program")
+    if not calls:
+        does = f"ends ({_line(*why)})" if why else "passes"
+        raise BadScript(f"the script {does} without calling the program")
     yield Verdict(status, _line(*why))
 
 
@@ -222,6 +235,8 @@ def _of_end(outcome: sandbox.Outcome) -> Verdict:
     match outcome.status:
         case "timeout" | "memory" | "output" as status:
             return Verdict(status, f"over its limit of {status.replace('timeout', 'time')}")
+        case "stopped":
+            return Verdict("stopped", "its sandbox was killed")
         case "failed":
             return Verdict("sandbox", _line(outcome.stderr.decode(errors="replace")))
     lines = outcome.stderr.decode(errors="replace").strip().split("\n")

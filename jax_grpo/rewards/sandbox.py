@@ -27,7 +27,6 @@ import marshal
 import os
 import resource
 import selectors
-import shutil
 import signal
 import socket
 import struct
@@ -50,21 +49,43 @@ _SET_UP_SECONDS = 30.0  # for the interpreter and its walls on a busy machine
 _GRACE_SECONDS = 5.0  # from the kill to the end
 _WATCH_SECONDS = 0.05  # between looks at the memory
 _STDERR_BYTES = 1 << 16  # kept; the rest is read and thrown away
+_WASTED_BYTES = 1 << 26  # thrown away at most, since reading is work
+_DROPS = 100  # small pieces of output that are read at once; then let some more gather
+_DROP_BYTES, _DROP_SECONDS = 4096, 0.001
 _READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 
-# Becomes the nursery, then in its forks a program, of which it leaves no name.
+# Becomes the nursery, then in its forks a program, of which it leaves no name. Where a program
+# ends as it should, what it has open is written and its objects go, as at any end, but the
+# interpreter is not taken down: that takes longer than most programs.
 _BOOT = """
-def start():
-    import builtins, marshal, os, sys
+def start(space):
+    import atexit, builtins, gc, io, marshal, os, sys
     builtins.exit = builtins.quit = sys.exit  # which `-S` leaves out
-    space = {"__name__": "jail"}
+    jail = {"__name__": "jail"}
     with open(0, "rb", closefd=False) as file:
-        exec(marshal.load(file), space)
-    program = space["nurse"](int(sys.argv[1]))
+        exec(marshal.load(file), jail)
+    program = jail["nurse"](int(sys.argv[1]))
     sys.argv[:] = ["main.py"]
-    del globals()["start"]
-    return compile(program, "main.py", "exec") if isinstance(program, str) else program
-exec(start())
+    del space["start"]
+    ended = []
+    def flush():
+        sys.stdout.flush()
+        for thing in [sys.__stdout__, *gc.get_objects()]:
+            if type(thing) in (io.TextIOWrapper, io.BufferedWriter) and not thing.closed:
+                thing.flush()
+    @atexit.register  # the first, so it comes last, behind all threads too
+    def end():
+        if ended:
+            flush()
+            try:
+                space.clear()
+                gc.collect()
+                sys.__stdout__.flush()
+            finally:
+                os._exit(0)
+    exec(compile(program, "main.py", "exec") if isinstance(program, str) else program, space)
+    ended.append(True)
+start(globals())
 """
 
 _logger = logging.getLogger(__name__)
@@ -166,12 +187,17 @@ class Session:
         self._status: Any = None  # of the outcome, once it is known
         self._code: int | None = None
         self._pid: int | None = None
+        self._keeper = 0  # the process that waits for it
+        self._looked = 0.0  # when, at its memory
         self._flags: frozenset[str] | None = None  # what the jail reached, once it is ready
         self._left = self._limits.seconds
         self._cut = False  # more standard output than allowed
+        self._wasted = 0  # bytes of output that were not kept
+        self._drops = 0  # small pieces of output
         self._read = {name: bytearray() for name in ("stdout", "stderr", "reports", "frames")}
         self._unsent = {name: bytearray() for name in _WE_WRITE}
         self._selector = selectors.DefaultSelector()
+        self._pipes: dict[str, int] = {}
         self._directory = tempfile.mkdtemp(prefix="sandbox-")
         config = {
             "namespaces": method.namespaces,
@@ -181,12 +207,16 @@ class Session:
             "prefix": os.path.realpath(sys.base_prefix),
             "readable": [path for path in _READABLE if os.path.exists(path)],
         }
-        self._pipes = _fork()
-        for name in self._read:
-            self._selector.register(self._pipes[name], selectors.EVENT_READ, name)
-        self._send("commands", _length(marshal.dumps((config, program))))
-        self._send("stdin", stdin)
-        self._pump(lambda: self._flags is not None, _SET_UP_SECONDS, "failed")
+        try:
+            self._pipes = _fork()
+            for name in self._read:
+                self._selector.register(self._pipes[name], selectors.EVENT_READ, name)
+            self._send("commands", _length(marshal.dumps((config, program))))
+            self._send("stdin", stdin)
+            self._pump(lambda: self._flags is not None, _SET_UP_SECONDS, "failed")
+        except BaseException:  # an interrupt, or no descriptors: nobody else can clean up
+            self._clean_up()  # the end of its commands ends the program
+            raise
         if self._flags is None:
             self._status = "failed"
 
@@ -223,15 +253,16 @@ class Session:
     def close(self) -> Outcome:
         """End the program if it still runs, with all that it started; leave nothing behind."""
         if self._pipes:
-            self._stop("stopped")
-            self._unsent["commands"] += b"x"  # the keeper may go, and must
-            self._send("commands", b"")
-            deadline = time.monotonic() + _GRACE_SECONDS
-            while self._keeper_lives() and time.monotonic() < deadline:
-                self._move(_WATCH_SECONDS)
-            while self._move(0.0) and time.monotonic() < deadline:
-                pass  # what it had written before its end
-            self._clean_up()
+            try:
+                self._stop("stopped")
+                self._send("commands", b"x")  # the keeper may go, and must
+                deadline = time.monotonic() + _GRACE_SECONDS
+                while self._keeper_lives() and time.monotonic() < deadline:
+                    self._move(_WATCH_SECONDS)
+                while self._move(0.0) and time.monotonic() < deadline:
+                    pass  # what it had written before its end
+            finally:
+                self._clean_up()
         stdout, stderr = bytes(self._read["stdout"]), bytes(self._read["stderr"])
         return Outcome(self._status, stdout, stderr, self._code, self._level)
 
@@ -252,13 +283,15 @@ class Session:
         """Move bytes until it is done, or the program has ended, or must end."""
         deadline = time.monotonic() + seconds
         while self._status is None and not done():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 self._stop(status)
-            elif self._pid is not None and _resident(self._pid) > self._limits.memory:
-                self._stop("memory")
+            elif self._keeper and now - self._looked >= _WATCH_SECONDS:
+                if _resident(self._keeper) > self._limits.memory:
+                    self._stop("memory")
+                self._looked = time.monotonic()
             else:
-                self._move(min(left, _WATCH_SECONDS))
+                self._move(min(deadline - now, _WATCH_SECONDS))
 
     def _send(self, name: str, data: bytes) -> None:
         """Queue bytes for a pipe."""
@@ -302,14 +335,23 @@ class Session:
         elif name == "frames":
             if len(kept) > 4 + self._limits.output:
                 self._stop("output")
-        elif len(kept) > (most := self._limits.output if name == "stdout" else _STDERR_BYTES):
-            del kept[most:]
-            self._cut = self._cut or name == "stdout"
+        else:
+            if len(data) < _DROP_BYTES:
+                self._drops += 1
+                if self._drops > _DROPS:
+                    time.sleep(_DROP_SECONDS)
+            if len(kept) > (most := self._limits.output if name == "stdout" else _STDERR_BYTES):
+                self._wasted += len(kept) - most
+                del kept[most:]
+                self._cut = self._cut or name == "stdout"
+            if self._wasted > _WASTED_BYTES:
+                self._stop("output")
 
     def _report(self, word: str, rest: str) -> None:
         """Act on what the jail says."""
         if word == "pid":
-            self._pid = int(rest)
+            self._pid, self._keeper = map(int, rest.split())
+            self._looked = time.monotonic()
         elif word == "ready":
             self._flags = frozenset(rest.split())
         elif word == "failed":
@@ -343,10 +385,8 @@ class Session:
         for descriptor in self._pipes.values():
             os.close(descriptor)
         self._pipes = {}
-        for directory, _, _ in os.walk(self._directory):  # which it may have closed to us
-            with contextlib.suppress(OSError):
-                os.chmod(directory, 0o700)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(self._directory)
 
 
 _WE_WRITE = ("stdin", "requests", "commands")
@@ -354,12 +394,14 @@ _WE_WRITE = ("stdin", "requests", "commands")
 
 def _fork() -> dict[str, int]:
     """Have the nursery fork for one program; our ends of its pipes, which do not block."""
-    theirs, ours = {}, {}
-    for name in jail.PIPES:
-        reading, writing = os.pipe()
-        theirs[name], ours[name] = (reading, writing) if name in _WE_WRITE else (writing, reading)
-        os.set_blocking(ours[name], False)
+    theirs: dict[str, int] = {}
+    ours: dict[str, int] = {}
     try:
+        for name in jail.PIPES:
+            reading, writing = os.pipe()
+            ends = (reading, writing) if name in _WE_WRITE else (writing, reading)
+            theirs[name], ours[name] = ends
+            os.set_blocking(ours[name], False)
         with _lock:
             for _ in range(2):  # somebody may have killed the first
                 process, control = _nursery()
@@ -368,6 +410,10 @@ def _fork() -> dict[str, int]:
                     break
                 except ConnectionError:
                     _end_nursery(process, control)
+    except BaseException:
+        for descriptor in ours.values():
+            os.close(descriptor)
+        raise
     finally:
         for descriptor in theirs.values():
             os.close(descriptor)
@@ -385,16 +431,21 @@ def _nursery() -> tuple[subprocess.Popen[bytes], socket.socket]:
     if os.getpid() not in _nurseries:
         ours, theirs = socket.socketpair()
         interpreter = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
-        with theirs:
+        nobody, output = os.pipe()  # streams remember what they were: /dev/null can be sought
+        try:
             process = start_process(
                 [interpreter, *("-I", "-S", "-B", "-X", "utf8", "-c"), _BOOT, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=[theirs.fileno()],
                 env={},
                 cwd="/",
             )
+        finally:
+            theirs.close()
+            os.close(nobody)
+            os.close(output)
         assert process.stdin is not None  # true of PIPE
         with process.stdin as pipe:
             marshal.dump(compile(inspect.getsource(jail), "jail.py", "exec"), pipe)
@@ -409,6 +460,36 @@ def _end_nursery(process: subprocess.Popen[bytes], control: socket.socket) -> No
         control.close()
         process.kill()
         process.wait()
+
+
+def _remove(directory: str) -> None:
+    """Remove a tree of a program's: of any depth, closed to us, or a link in its place."""
+    if os.path.islink(directory):
+        return os.unlink(directory)
+    os.chmod(directory, 0o700)
+    here = os.open(directory, os.O_RDONLY)
+    names: list[str] = []  # on the way from there to here
+    try:
+        while True:
+            step = ".."
+            with os.scandir(here) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        step = entry.name
+                        os.chmod(step, 0o700, dir_fd=here)
+                        break
+                    os.unlink(entry.name, dir_fd=here)
+            if step == ".." and not names:
+                return os.rmdir(directory)
+            there = os.open(step, os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = there
+            if step == "..":
+                os.rmdir(names.pop(), dir_fd=here)
+            else:
+                names.append(step)
+    finally:
+        os.close(here)
 
 
 def _length(data: bytes) -> bytes:
