@@ -17,10 +17,8 @@ A container or a virtual machine round the whole is the right outer wall for cod
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import inspect
 import json
 import logging
 import marshal
@@ -28,20 +26,16 @@ import os
 import resource
 import selectors
 import signal
-import socket
 import struct
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, Literal, NamedTuple
 
-from jax_grpo.rewards import jail
-from jax_grpo.rewards.workers import start_process
+from jax_grpo.rewards.nursery import WE_WRITE, fork
 
 LEVELS = ("limits", "filters", "namespaces")
 
@@ -53,40 +47,6 @@ _WASTED_BYTES = 1 << 26  # thrown away at most, since reading is work
 _DROPS = 100  # small pieces of output that are read at once; then let some more gather
 _DROP_BYTES, _DROP_SECONDS = 4096, 0.001
 _READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-
-# Becomes the nursery, then in its forks a program, of which it leaves no name. Where a program
-# ends as it should, what it has open is written and its objects go, as at any end, but the
-# interpreter is not taken down: that takes longer than most programs.
-_BOOT = """
-def start(space):
-    import atexit, builtins, gc, io, marshal, os, sys
-    builtins.exit = builtins.quit = sys.exit  # which `-S` leaves out
-    jail = {"__name__": "jail"}
-    with open(0, "rb", closefd=False) as file:
-        exec(marshal.load(file), jail)
-    program = jail["nurse"](int(sys.argv[1]))
-    sys.argv[:] = ["main.py"]
-    del space["start"]
-    ended = []
-    def flush():
-        sys.stdout.flush()
-        for thing in [sys.__stdout__, *gc.get_objects()]:
-            if type(thing) in (io.TextIOWrapper, io.BufferedWriter) and not thing.closed:
-                thing.flush()
-    @atexit.register  # the first, so it comes last, behind all threads too
-    def end():
-        if ended:
-            flush()
-            try:
-                space.clear()
-                gc.collect()
-                sys.__stdout__.flush()
-            finally:
-                os._exit(0)
-    exec(compile(program, "main.py", "exec") if isinstance(program, str) else program, space)
-    ended.append(True)
-start(globals())
-"""
 
 _logger = logging.getLogger(__name__)
 
@@ -195,7 +155,7 @@ class Session:
         self._wasted = 0  # bytes of output that were not kept
         self._drops = 0  # small pieces of output
         self._read = {name: bytearray() for name in ("stdout", "stderr", "reports", "frames")}
-        self._unsent = {name: bytearray() for name in _WE_WRITE}
+        self._unsent = {name: bytearray() for name in WE_WRITE}
         self._selector = selectors.DefaultSelector()
         self._pipes: dict[str, int] = {}
         self._directory = tempfile.mkdtemp(prefix="sandbox-")
@@ -208,7 +168,7 @@ class Session:
             "readable": [path for path in _READABLE if os.path.exists(path)],
         }
         try:
-            self._pipes = _fork()
+            self._pipes = fork()
             for name in self._read:
                 self._selector.register(self._pipes[name], selectors.EVENT_READ, name)
             self._send("commands", _length(marshal.dumps((config, program))))
@@ -387,79 +347,6 @@ class Session:
         self._pipes = {}
         with contextlib.suppress(OSError):
             _remove(self._directory)
-
-
-_WE_WRITE = ("stdin", "requests", "commands")
-
-
-def _fork() -> dict[str, int]:
-    """Have the nursery fork for one program; our ends of its pipes, which do not block."""
-    theirs: dict[str, int] = {}
-    ours: dict[str, int] = {}
-    try:
-        for name in jail.PIPES:
-            reading, writing = os.pipe()
-            ends = (reading, writing) if name in _WE_WRITE else (writing, reading)
-            theirs[name], ours[name] = ends
-            os.set_blocking(ours[name], False)
-        with _lock:
-            for _ in range(2):  # somebody may have killed the first
-                process, control = _nursery()
-                try:
-                    socket.send_fds(control, [b"x"], list(theirs.values()))
-                    break
-                except ConnectionError:
-                    _end_nursery(process, control)
-    except BaseException:
-        for descriptor in ours.values():
-            os.close(descriptor)
-        raise
-    finally:
-        for descriptor in theirs.values():
-            os.close(descriptor)
-    return ours
-
-
-_lock = threading.Lock()
-_nurseries: dict[
-    int, tuple[subprocess.Popen[bytes], socket.socket]
-] = {}  # by process: not a fork's
-
-
-def _nursery() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process that forks for this one's programs, and our end of the socket to it."""
-    if os.getpid() not in _nurseries:
-        ours, theirs = socket.socketpair()
-        interpreter = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
-        nobody, output = os.pipe()  # streams remember what they were: /dev/null can be sought
-        try:
-            process = start_process(
-                [interpreter, *("-I", "-S", "-B", "-X", "utf8", "-c"), _BOOT, str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                env={},
-                cwd="/",
-            )
-        finally:
-            theirs.close()
-            os.close(nobody)
-            os.close(output)
-        assert process.stdin is not None  # true of PIPE
-        with process.stdin as pipe:
-            marshal.dump(compile(inspect.getsource(jail), "jail.py", "exec"), pipe)
-        _nurseries[os.getpid()] = process, ours
-        atexit.register(_end_nursery, process, ours)
-    return _nurseries[os.getpid()]
-
-
-def _end_nursery(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """End the nursery, and by that all that came of it."""
-    if _nurseries.pop(os.getpid(), None) is not None:
-        control.close()
-        process.kill()
-        process.wait()
 
 
 def _remove(directory: str) -> None:
