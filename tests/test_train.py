@@ -164,11 +164,15 @@ def test_a_run_leaves_files(whole, config):
     assert {path.name for path in workdir.iterdir()} == {
         "checkpoints",
         "config.json",
+        "extra",
         "metrics.jsonl",
         "model",
         "summary.json",
         "tensorboard",
     }
+    said = [json.loads((workdir / "extra" / f"grpo-{step}.json").read_text()) for step in (1, 4)]
+    for column in ("correctness/status", "correctness/why"):
+        assert len(said[0][column]) == len(said[1][column]) > 0
     # not a terminal, so there is a line at the first step and at every second one
     shown = [line.split()[:2] for line in ended.err.splitlines()]
     pairs = [[stage, f"{step}/4"] for stage in ("sft", "grpo") for step in (1, 2, 4)]
