@@ -16,6 +16,7 @@ or simplify, set `form`, and the answer must be the right one up to the order of
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -280,8 +281,10 @@ def is_copied(answer: str, gold: str, question: str) -> bool:
     >>> is_copied(r"\sqrt{18}", r"3\sqrt{2}", r"Simplify $\sqrt{18}$.")
     True
     """
-    asked = rf"(?<![A-Za-z0-9.]){re.escape(_on_one_line(answer))}(?![A-Za-z0-9])"
-    if not re.search(asked, _on_one_line(question)):
+    copy, line = _on_one_line(answer), _on_one_line(question)
+    if copy not in line:
+        return False
+    if not re.search(rf"(?<![A-Za-z0-9.]){re.escape(copy)}(?![A-Za-z0-9])", line):
         return False
     node, wanted = _read(answer), _read(gold)
     if node is None or wanted is None:
@@ -290,6 +293,7 @@ def is_copied(answer: str, gold: str, question: str) -> bool:
     return is_work and in_order(node) != in_order(wanted)
 
 
+@functools.lru_cache(maxsize=1024)  # a question is looked at for each of its completions
 def _on_one_line(text: str) -> str:
     r"""A text with `/` for `\frac` and `\div`, and `*` for `\times`, so that a copy is seen."""
     text = _FRACTION.sub(
