@@ -1,12 +1,12 @@
-"""Losses of sampled tokens: the clipped ratio, the KL penalty, and the reductions to one number.
+"""Losses of sampled tokens, and the reductions to one number.
 
 Pure functions of log-probs (nats), masks and advantages; none knows a model. Those of the first
-two parts give one number per token, those of the third a `(sum, weight)` pair, to be divided when
-all micro-batches and devices are in:
+part give one number per token, those of the second a `(sum, weight)` pair, to be divided when all
+micro-batches and devices are in:
 
     ratio = policy_ratio(logps, behavior_logps, mask)
     per_token = clipped_ratio_loss(ratio, advantages)
-    per_token += 0.04 * kl_penalty("k3", logps, reference_logps, mask)
+    per_token += 0.04 * kl_penalty("k3", logps, reference_logps, mask)  # of kl.py
     total, weight = token_mean(per_token, mask)
 
 Any axes may lead `[..., G, C]`. Positions that do not count become 0 before any exp and again
@@ -16,9 +16,9 @@ Weights depend on the mask alone, never on a log-prob or an advantage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -37,7 +37,7 @@ from jax_grpo.arrays import (
 MAX_LOG_RATIO = 20.0
 
 
-# --- Likelihood, and the clipped ratio ----------------------------------------------------------
+# --- Likelihood, ratio and losses of a token ----------------------------------------------------
 
 
 def negative_log_likelihood(logps: ArrayLike) -> Array:
@@ -61,27 +61,30 @@ def policy_ratio(
     logps: ArrayLike,
     anchor_logps: ArrayLike,
     mask: ArrayLike,
-    level: Literal["token", "sequence"] = "token",
+    level: Literal["token", "sequence", "product"] = "token",
 ) -> Array:
     """How much likelier the policy makes what was sampled.
 
         token:     ρₜ = exp(log π(yₜ) - log μ(yₜ))
         sequence:  ρ = exp(1/|y| Σₜ (log π(yₜ) - log μ(yₜ)))
+        product:   ρ = exp(Σₜ (log π(yₜ) - log μ(yₜ))) = π(y) / μ(y)
 
     Schulman et al., 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347; and Zheng
     et al., 2025, "Group Sequence Policy Optimization" (GSPO), arXiv:2507.18071, whose sequence
     ratio is a geometric mean over the tokens: ∇ρ = ρ · 1/|y| Σₜ ∇log π(yₜ), one weight for all.
+    The product is the ratio of whole completions, as RLOO has it: exact, and wild when they are
+    long.
 
     Args:
         logps: log-probs of the policy now, [..., C] nats, with gradient.
         anchor_logps: log-probs of what it is measured against, μ, [..., C] nats: those of the
             sampler, or of the policy before its first update.
         mask: 1 where a token counts, [..., C].
-        level: one ratio per token, or one per completion.
+        level: one ratio per token, or one per completion: a mean or a product of them.
 
     Returns:
-        The ratio, float32: [..., C], 1 where a token does not count; or [..., 1]. The log-ratio
-        (its mean, for a sequence) is cut off at 20, without gradient beyond.
+        The ratio, float32: [..., C], 1 where a token does not count; or [..., 1]. The log of it
+        is cut off at 20, without gradient beyond.
 
     Raises:
         ValueError: if the shapes differ or the level is unknown.
@@ -97,8 +100,10 @@ def policy_ratio(
     log_ratio = masked(logps, mask) - masked(anchor_logps, mask)
     if level == "sequence":
         log_ratio = divide(*sum_and_count(log_ratio, mask, axis=-1, keepdims=True))
+    elif level == "product":
+        log_ratio = masked_sum(log_ratio, mask, axis=-1, keepdims=True)
     elif level != "token":
-        raise ValueError(f"level must be 'token' or 'sequence', not {level!r}")
+        raise ValueError(f"level must be 'token', 'sequence' or 'product', not {level!r}")
     return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
 
@@ -140,7 +145,7 @@ def clipped_ratio_loss(
     """
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(f"dual_clip must be above 1, not {dual_clip}")
-    ratio, advantages = _ratio_and_advantages(ratio, advantages)
+    ratio, advantages = _per_token(advantages, ratio=ratio)
     within = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     loss = -jnp.minimum(ratio * advantages, within * advantages)
     if dual_clip is not None:
@@ -175,241 +180,135 @@ def clipped_tokens(
     >>> low.tolist(), high.tolist()
     ([[0.0, 0.0, 0.0]], [[0.0, 0.0, 1.0]])
     """
-    ratio, advantages = _ratio_and_advantages(ratio, advantages)
+    ratio, advantages = _per_token(advantages, ratio=ratio)
     low = jnp.logical_and(ratio < 1.0 - clip_low, advantages < 0.0)
     high = jnp.logical_and(ratio > 1.0 + clip_high, advantages > 0.0)
     return low.astype(jnp.float32), high.astype(jnp.float32)
 
 
-# --- KL(policy || reference), estimated from the sampled token ----------------------------------
-#
-# With d = log π_ref(y) - log π(y). As the term of a loss an estimator is used for its gradient, and
-# that need not be the gradient of its expected value:
-#
-#     name         value             gradient in expectation
-#     k1           unbiased          0
-#     k2           biased,   >= 0    reverse KL's, ∇KL(π || π_ref)
-#     k3           unbiased, >= 0    forward KL's, ∇KL(π_ref || π)
-#     k3_weighted  unbiased, >= 0    reverse KL's, also when y was not sampled from π
-#
-# All is per token, given the tokens before it: that a token changes what comes after is left out.
+def reinforce_loss(logps: ArrayLike, advantages: ArrayLike) -> Array:
+    """The plain policy gradient: no ratio, no clip.
 
+        lₜ = -A log π(yₜ)
 
-def kl_k1(logps: ArrayLike, reference_logps: ArrayLike) -> Array:
-    """The log-ratio itself: unbiased for KL(π || π_ref), of either sign.
-
-        k1 = -d = log π(y) - log π_ref(y)
-
-    Schulman, 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
-
-    Gradient on policy: ∇log π(y), 0 in expectation, so in a loss it adds noise and no pull. Its
-    place is in the reward, where it gives reverse KL's gradient.
+    Williams, 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist
+    Reinforcement Learning". Right for the first update of a rollout alone: nothing corrects for a
+    policy that has moved since.
 
     Args:
-        logps: log-probs of the policy, [..., C] nats.
-        reference_logps: log-probs of the reference, [..., C] nats.
+        logps: log-probs of the policy now, [..., G, C] nats, with gradient.
+        advantages: [..., G], or [..., G, C] for an advantage per token.
 
     Returns:
-        The estimate per token, [..., C] float32 nats.
-
-    >>> kl_k1(jnp.array([-1.0, -2.0]), jnp.array([-2.0, -1.0])).tolist()
-    [1.0, -1.0]
-    """
-    return jnp.asarray(logps, jnp.float32) - jnp.asarray(reference_logps, jnp.float32)
-
-
-def kl_k2(logps: ArrayLike, reference_logps: ArrayLike) -> Array:
-    """Half the squared log-ratio: biased for KL(π || π_ref), never negative.
-
-        k2 = d² / 2
-
-    Schulman, 2020 (see `kl_k1`); Liu et al., 2025, "Rethinking KL Regularization in RLHF",
-    arXiv:2510.01555.
-
-    Gradient on policy: (log π(y) - log π_ref(y)) ∇log π(y), reverse KL's in expectation.
-
-    Args:
-        logps: log-probs of the policy, [..., C] nats.
-        reference_logps: log-probs of the reference, [..., C] nats.
-
-    Returns:
-        The estimate per token, [..., C] float32 nats.
-
-    >>> kl_k2(jnp.array([-1.0, -2.0]), jnp.array([-2.0, -1.0])).tolist()
-    [0.5, 0.5]
-    """
-    return 0.5 * jnp.square(kl_k1(logps, reference_logps))
-
-
-def kl_k3(logps: ArrayLike, reference_logps: ArrayLike) -> Array:
-    """GRPO's estimate: unbiased for KL(π || π_ref), never negative.
-
-        k3 = exp(d) - 1 - d
-
-    Schulman, 2020 (see `kl_k1`); Shao et al., 2024, "DeepSeekMath" (GRPO), arXiv:2402.03300.
-
-    Gradient on policy: (1 - π_ref(y) / π(y)) ∇log π(y), forward KL's in expectation (Tang and
-    Munos, 2025, "On a few pitfalls in KL divergence gradient estimation for RL",
-    arXiv:2506.09477). Near the reference the two KLs agree to second order.
-
-    Args:
-        logps: log-probs of the policy, [..., C] nats.
-        reference_logps: log-probs of the reference, [..., C] nats.
-
-    Returns:
-        The estimate per token, [..., C] float32 nats. d is cut off at 20, without gradient beyond.
-        It has no lower limit: k3 is linear there, and the pull on a policy that ran away stays.
-
-    >>> print(f"{kl_k3(-1.0, 0.0):.3f}")  # e - 2
-    0.718
-    """
-    d = jnp.minimum(-kl_k1(logps, reference_logps), MAX_LOG_RATIO)
-    return jnp.expm1(d) - d  # exp(d) - 1 would be all rounding near the reference
-
-
-def kl_k3_weighted(logps: ArrayLike, reference_logps: ArrayLike, ratio: ArrayLike) -> Array:
-    """k3 weighted by the ratio: unbiased in value and in gradient, whoever sampled the token.
-
-        ρ k3,  ρ = π(y) / μ(y),  y ~ μ
-
-    DeepSeek-AI, 2025, "DeepSeek-V3.2", arXiv:2512.02556.
-
-    Gradient on policy and off it: ρ (log π(y) - log π_ref(y)) ∇log π(y), reverse KL's in
-    expectation. Part of it flows through the ratio, whose anchor must hold no gradient.
-
-    Args:
-        logps: log-probs of the policy, [..., C] nats.
-        reference_logps: log-probs of the reference, [..., C] nats.
-        ratio: `policy_ratio` of the tokens, not clipped, [..., C].
-
-    Returns:
-        The estimate per token, [..., C] float32 nats.
+        The loss per token, [..., G, C] float32.
 
     Raises:
-        ValueError: if the ratio is not one per token.
+        ValueError: if the shapes do not fit.
 
-    >>> print(f"{kl_k3_weighted(-1.0, 0.0, 2.0):.3f}")  # 2 (e - 2)
-    1.437
+    >>> reinforce_loss(jnp.array([[-1.0, -2.0]]), jnp.array([0.5])).tolist()
+    [[0.5, 1.0]]
     """
-    check_same_shape(logps=logps, ratio=ratio)  # a sequence's ratio would give another gradient
-    return jnp.asarray(ratio, jnp.float32) * kl_k3(logps, reference_logps)
+    logps, advantages = _per_token(advantages, logps=logps)
+    return -advantages * logps
 
 
-KL_ESTIMATORS: dict[str, Callable[[ArrayLike, ArrayLike], Array]] = {
-    "k1": kl_k1,
-    "k2": kl_k2,
-    "k3": kl_k3,
-}
-
-
-def check_kl_estimator(estimator: str, use: Literal["loss", "reward"]) -> None:
-    """Refuses an estimator that has no place where it is to be used.
-
-    The functions below ask it themselves; whoever knows the name long before the first rollout
-    does well to ask it then.
-
-    Args:
-        estimator: its name.
-        use: whether the KL is a term of the loss or part of the reward.
-
-    Raises:
-        ValueError: if it is unknown, `k1` in the loss, or weighted by the ratio in the reward.
-
-    >>> check_kl_estimator("k3", use="loss")
-    >>> check_kl_estimator("k1", use="loss")
-    Traceback (most recent call last):
-    ValueError: KL estimator k1 in the loss has a gradient of 0 in expectation: use k2 or \
-k3_weighted there, or k1 in the reward
-    """
-    if use == "loss" and estimator == "k1":
-        raise ValueError(
-            "KL estimator k1 in the loss has a gradient of 0 in expectation: "
-            "use k2 or k3_weighted there, or k1 in the reward"
-        )
-    known = {"loss": ("k2", "k3", "k3_weighted"), "reward": tuple(KL_ESTIMATORS)}
-    if use not in known:
-        raise ValueError(f"KL belongs in the 'loss' or in the 'reward', not in {use!r}")
-    if estimator not in known[use]:
-        names = ", ".join(known[use])
-        raise ValueError(f"KL estimator in the {use} must be one of {names}; not {estimator!r}")
-
-
-def kl_penalty(
-    estimator: str,
+def weighted_reinforce_loss(
     logps: ArrayLike,
-    reference_logps: ArrayLike,
-    mask: ArrayLike,
-    ratio: ArrayLike | None = None,
+    ratio: ArrayLike,
+    advantages: ArrayLike,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
 ) -> Array:
-    """The KL term of a loss, per token, by the name of its estimator.
+    """CISPO: the clip bounds the weight of a token and takes none out of the gradient.
+
+        lₜ = -sg(clip(ρₜ, 1 - ε_low, 1 + ε_high)) A log π(yₜ),  sg: without gradient
+
+    MiniMax, 2025, "MiniMax-M1" (CISPO), arXiv:2506.13585. At a ratio of 1 the gradient is
+    REINFORCE's, -A ∇log π(yₜ).
 
     Args:
-        estimator: `k2`, `k3` or `k3_weighted`.
-        logps: log-probs of the policy now, [..., C] nats, with gradient.
-        reference_logps: log-probs of the reference, [..., C] nats.
+        logps: log-probs of the policy now, [..., G, C] nats, with gradient.
+        ratio: policy over anchor, [..., G, C], or [..., G, 1] for one ratio per completion.
+        advantages: [..., G], or [..., G, C] for an advantage per token.
+        clip_low: ε_low; 1 is no lower bound, as in the paper.
+        clip_high: ε_high; 4 lets a token weigh 5 times.
+
+    Returns:
+        The loss per token, [..., G, C] float32.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+
+    >>> logps, ratio = jnp.array([[-1.0, -1.0]]), jnp.array([[0.5, 9.0]])
+    >>> weighted_reinforce_loss(logps, ratio, jnp.array([2.0])).tolist()
+    [[1.0, 10.0]]
+    """
+    _check_tokens(ratio=ratio, logps=logps)
+    weight = jnp.clip(jnp.asarray(ratio, jnp.float32), 1.0 - clip_low, 1.0 + clip_high)
+    return jax.lax.stop_gradient(weight) * reinforce_loss(logps, advantages)
+
+
+def soft_gate_loss(
+    ratio: ArrayLike,
+    advantages: ArrayLike,
+    temperature: float = 1.0,
+    negative_temperature: float = 1.05,
+) -> Array:
+    """SAPO: a gate that closes softly where PPO's clip cuts off.
+
+        lₜ = -4/τ σ(τ (ρₜ - 1)) A,  τ = τ₊ where A > 0, else τ₋
+
+    Gao et al., 2025, "Soft Adaptive Policy Optimization" (SAPO), arXiv:2511.20347. The gradient
+    is that of -ρₜ A times 4 σ (1 - σ), which is 1 at a ratio of 1 and falls off on both sides.
+
+    Args:
+        ratio: policy over anchor, [..., G, C], or [..., G, 1] for one ratio per completion.
+        advantages: [..., G], or [..., G, C] for an advantage per token.
+        temperature: τ₊, more than 0; a larger one closes sooner.
+        negative_temperature: τ₋, more than 0.
+
+    Returns:
+        The loss per token, float32, of the ratio's shape ([..., G, C] with token advantages).
+
+    Raises:
+        ValueError: if the shapes do not fit.
+
+    >>> soft_gate_loss(jnp.array([[1.0, 1.0]]), jnp.array([[1.0, -1.0]]), 1.0, 2.0).tolist()
+    [[-2.0, 1.0]]
+    """
+    ratio, advantages = _per_token(advantages, ratio=ratio)
+    tau = jnp.where(advantages > 0.0, jnp.float32(temperature), jnp.float32(negative_temperature))
+    return -4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0)) * advantages
+
+
+def top_entropy(entropy: ArrayLike, mask: ArrayLike, share: float) -> Array:
+    """Finds the tokens at which the policy was least sure: the forks in its reasoning.
+
+        Hₜ >= the (1 - share) quantile of H over all tokens that count
+
+    Wang et al., 2025, "Beyond the 80/20 Rule" (share 0.2), arXiv:2506.01939. A quantile of what is
+    given: micro-batches have each their own.
+
+    Args:
+        entropy: of the policy at each token, [..., C] nats; no gradient flows back to it.
         mask: 1 where a token counts, [..., C].
-        ratio: for `k3_weighted`, the ratio of the tokens, [..., C].
+        share: how many of the tokens to find, 0 to 1; more where some tie.
 
     Returns:
-        The estimate per token, [..., C] float32 nats, 0 where a token does not count.
+        Whether a token is one of them, [..., C] bool.
 
     Raises:
-        ValueError: if the shapes differ, the estimator is unknown or `k1`, or the ratio is missing.
+        ValueError: if the shapes differ.
 
-    >>> logps, mask = jnp.array([-2.0, -jnp.inf]), jnp.array([True, False])
-    >>> kl_penalty("k2", logps, jnp.array([-1.0, jnp.nan]), mask).tolist()
-    [0.5, 0.0]
+    >>> entropy = jnp.array([0.1, 2.0, 0.3, 1.0, 9.0])
+    >>> top_entropy(entropy, jnp.array([1, 1, 1, 1, 0]), share=0.5).tolist()
+    [False, True, False, True, False]
     """
-    check_kl_estimator(estimator, use="loss")
-    check_same_shape(logps=logps, reference_logps=reference_logps, mask=mask)
-    logps, reference_logps = masked(logps, mask), masked(reference_logps, mask)
-    if estimator != "k3_weighted":
-        return KL_ESTIMATORS[estimator](logps, reference_logps)
-    if ratio is None:
-        raise ValueError("KL estimator k3_weighted needs the ratio of the tokens")
-    return kl_k3_weighted(logps, reference_logps, ratio)
-
-
-def kl_in_reward(
-    rewards: ArrayLike,
-    logps: ArrayLike,
-    reference_logps: ArrayLike,
-    mask: ArrayLike,
-    coefficient: ArrayLike,
-    estimator: str = "k1",
-) -> Array:
-    """Takes the KL of a whole completion off its reward.
-
-        r - β Σₜ kl(yₜ)
-
-    Ouyang et al., 2022, "InstructGPT", arXiv:2203.02155. With `k1` the policy gradient of this
-    reward has reverse KL's gradient, effects on later tokens included; with `k2` and `k3` it has
-    that of neither KL, however good their values are (Liu et al., 2025, arXiv:2510.01555).
-
-    Args:
-        rewards: total rewards, [..., G].
-        logps: log-probs of the policy that sampled, [..., G, C] nats.
-        reference_logps: log-probs of the reference, [..., G, C] nats.
-        mask: 1 where a token counts, [..., G, C].
-        coefficient: β, in units of reward per nat.
-        estimator: `k1`, `k2` or `k3`.
-
-    Returns:
-        The rewards left, [..., G] float32.
-
-    Raises:
-        ValueError: if the shapes do not fit or the estimator is not one of these.
-
-    >>> logps, reference_logps = jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.5]])
-    >>> kl_in_reward(jnp.array([2.0]), logps, reference_logps, jnp.ones((1, 2)), 0.5).tolist()
-    [1.25]
-    """
-    check_kl_estimator(estimator, use="reward")
-    check_same_shape(logps=logps, reference_logps=reference_logps, mask=mask)
-    check_leads(rewards=rewards, mask=mask)
-    kl = KL_ESTIMATORS[estimator](masked(logps, mask), masked(reference_logps, mask))
-    coefficient = jnp.asarray(coefficient, jnp.float32)
-    return jnp.asarray(rewards, jnp.float32) - coefficient * masked_sum(kl, mask, axis=-1)
+    check_same_shape(entropy=entropy, mask=mask)
+    counts = jnp.asarray(mask, bool)
+    entropy = jax.lax.stop_gradient(masked(entropy, mask))
+    threshold = jnp.nanquantile(jnp.where(counts, entropy, jnp.nan), 1.0 - share)
+    return jnp.logical_and(counts, entropy >= threshold)
 
 
 # --- From tokens to one number: reductions, each a (sum, weight) pair ---------------------------
@@ -515,7 +414,7 @@ def handle_truncated(
     Args:
         how: one of these.
         mask: 1 where a token counts, [..., G, C].
-        rewards: total rewards, [..., G].
+        rewards: [..., G], or [..., G, R] for those of each function.
         truncated: whether the limit has cut a completion, [..., G] bool.
 
     Returns:
@@ -530,14 +429,15 @@ def handle_truncated(
     >>> [x.tolist() for x in handle_truncated("zero", mask, rewards, truncated)]
     [[[1.0, 1.0], [1.0, 1.0]], [0.0, 1.0]]
     """
-    check_leads(rewards=rewards, mask=mask)
     check_leads(truncated=truncated, mask=mask)
     mask, rewards = jnp.asarray(mask), jnp.asarray(rewards, jnp.float32)
     truncated = jnp.asarray(truncated, bool)
+    by_function = rewards.ndim == mask.ndim
+    check_leads(rewards=rewards[..., 0] if by_function else rewards, mask=mask)
     if how == "mask":
         mask = jnp.where(truncated[..., None], jnp.zeros_like(mask), mask)
     elif how == "zero":
-        rewards = jnp.where(truncated, 0.0, rewards)
+        rewards = jnp.where(truncated[..., None] if by_function else truncated, 0.0, rewards)
     elif how != "keep":
         raise ValueError(f"truncated completions: 'keep', 'mask' or 'zero', not {how!r}")
     return mask, rewards
@@ -546,14 +446,15 @@ def handle_truncated(
 # --- Helpers ------------------------------------------------------------------------------------
 
 
-def _ratio_and_advantages(ratio: ArrayLike, advantages: ArrayLike) -> tuple[Array, Array]:
-    """Both float32 and of one rank: an advantage per completion is one for all of its tokens."""
-    ratio, advantages = jnp.asarray(ratio, jnp.float32), jnp.asarray(advantages, jnp.float32)
-    if advantages.ndim == ratio.ndim:
-        _check_tokens(ratio=ratio, advantages=advantages)
-        return ratio, advantages
-    check_leads(advantages=advantages, ratio=ratio)
-    return ratio, advantages[..., None]
+def _per_token(advantages: ArrayLike, **given: ArrayLike) -> tuple[Array, Array]:
+    """What is given and the advantages, float32 and of one rank: one may be for all tokens."""
+    ((name, given_x),) = given.items()
+    x, advantages = jnp.asarray(given_x, jnp.float32), jnp.asarray(advantages, jnp.float32)
+    if advantages.ndim == x.ndim:
+        _check_tokens(**{name: x, "advantages": advantages})
+        return x, advantages
+    check_leads(**{"advantages": advantages, name: x})
+    return x, advantages[..., None]
 
 
 def _check_tokens(**arrays: ArrayLike) -> None:

@@ -5,6 +5,8 @@ A new advantage joins as one row of `ADVANTAGES`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,8 +42,20 @@ def slow(kind: str, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
                 baseline = np.mean([rewards[group][j] for j in members if j != i])
             if kind == "standardized":
                 scale = np.std(group_rewards, ddof=1) + EPS
+            if kind == "standardized_biased":
+                scale = np.std(group_rewards) + EPS
             if kind == "batch_standardized":
                 scale = np.std(rewards[valid], ddof=1) + EPS
+            if kind == "mean_normalized":
+                scale = np.mean(group_rewards)
+            if kind == "rescaled":
+                rows = zip(
+                    rewards.reshape(-1, rewards.shape[-1]),
+                    valid.reshape(-1, valid.shape[-1]),
+                    strict=True,
+                )
+                sizes = [len(set(row[counts])) for row, counts in rows]
+                scale = sum(n > 1 for n in sizes) / sum(n > 0 for n in sizes)
             out[group][i] = (rewards[group][i] - baseline) / scale
     return out
 
@@ -52,6 +66,13 @@ ADVANTAGES = {
         advantages.standardized,
         CENTERED / (np.sqrt([[2 / 3], [6 / 2]]) + EPS),
     ),
+    # biased variances 2/4 and 6/3
+    "standardized_biased": (
+        partial(advantages.standardized, bessel=False),
+        CENTERED / (np.sqrt([[2 / 4], [6 / 3]]) + EPS),
+    ),
+    "mean_normalized": (advantages.mean_normalized, CENTERED),  # both means are 1
+    "rescaled": (advantages.rescaled, CENTERED),  # both groups vary
     "batch_standardized": (
         advantages.batch_standardized,
         CENTERED / (np.sqrt(8 / 6) + EPS),
@@ -126,13 +147,94 @@ def test_order_within_a_group_and_of_groups_only_permutes(name):
     )
 
 
-@every_advantage
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "mean_normalized"])
 def test_shift_of_a_group_changes_nothing(name):
     rewards, valid = random_rewards(3, (4, 8))
     function = ADVANTAGES[name][0]
     np.testing.assert_allclose(
         function(rewards + np.float32(10), valid), function(rewards, valid), atol=1e-4
     )
+
+
+def test_scale_of_rewards_changes_nothing_of_the_mean_normalized():
+    """Nor does it matter how rare a success is: all of them together weigh the same."""
+    rewards = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0], [-1, -3, 0, 0]])
+    values = advantages.mean_normalized(rewards.astype(np.float32), np.ones((5, 4), bool))
+    expected = [[3, -1, -1, -1], [1, 1, -1, -1], [3, -1, -1, -1], [0] * 4, [0] * 4]
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
+def test_rescaled_makes_up_for_the_groups_that_teach_nothing():
+    rewards = np.array([[2, 0], [1, 1], [0, 0], [5, 7]], np.float32)
+    valid = np.array([[1, 1], [1, 1], [1, 0], [0, 0]], bool)
+    # of three groups with a reward, one varies
+    np.testing.assert_allclose(
+        advantages.rescaled(rewards, valid), [[3, -3], [0, 0], [0, 0], [0, 0]], rtol=1e-6
+    )
+    np.testing.assert_array_equal(advantages.rescaled(rewards[1:3], valid[1:3]), 0.0)
+
+
+def test_advantages_without_a_baseline():
+    rewards, valid = (
+        np.array([2, 0.5, 0.5, -1, np.nan], np.float32),
+        np.array([1, 1, 0, 1, 0], bool),
+    )
+    np.testing.assert_array_equal(advantages.raw(rewards, valid), [2, 0.5, 0, -1, 0])
+    np.testing.assert_array_equal(advantages.accepted(rewards, valid), [1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(advantages.accepted(rewards, valid, 0.5), [1, 0, 0, 0, 0])
+    np.testing.assert_array_equal(advantages.accepted(rewards, valid, -2.0), [1, 1, 0, 1, 0])
+
+
+def test_whitened_worked_by_hand():
+    # 5 1 3 3 of mean 3, squares 4 4 0 0, unbiased variance 8/3
+    x = jnp.array([[5.0, 1.0, jnp.nan], [3.0, 3.0, jnp.inf]])
+    mask = jnp.array([[1, 1, 0], [1, 1, 0]])
+    scale = np.sqrt(3 / 8)
+    expected = [[2 * scale, -2 * scale, 0], [0, 0, 0]]
+    np.testing.assert_allclose(advantages.whitened(x, mask), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [0, 1, 35])
+def test_whitened_gives_exactly_zero_where_there_is_nothing_to_compare(counts):
+    mask = np.arange(35) < counts
+    same = np.where(mask, np.float32(0.1 + 0.2), np.nan)
+    np.testing.assert_array_equal(advantages.whitened(same, mask), 0.0)
+
+
+def test_whitened_has_mean_0_and_deviation_1():
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(3, 7, (4, 5, 6)).astype(np.float32), rng.random((4, 5, 6)) < 0.7
+    white = np.asarray(jax.jit(advantages.whitened)(x, mask))
+    assert abs(white[mask].mean()) < 1e-6 and abs(white[mask].std(ddof=1) - 1) < 1e-5
+    assert not white[~mask].any()
+
+
+def test_total_standardized_reward_worked_by_hand():
+    """GDPO's case: sums that are the same of rewards that are not."""
+    #           large     small     none
+    values = [
+        [[300, 0.0, 7], [200, 0.2, 7], [100, 0.1, jnp.nan]],
+        [[1, 1, 0], [1, 0, 0], [1, 0, 0]],
+    ]
+    valid = np.ones((2, 3, 3), bool)
+    valid[0, 2, 2] = False
+    # deviations 100 and 0.1; then 0, and of 1 0 0: (2/3, -1/3, -1/3) over sqrt(1/3)
+    total, any_valid = advantages.total_standardized_reward(
+        jnp.array(values, jnp.float32), valid, jnp.array([1.0, 0.5, 1.0])
+    )
+    large, small = 100 / (100 + EPS), 0.1 / (0.1 + EPS)
+    third = 0.5 / 3 / (np.sqrt(1 / 3) + EPS)
+    expected = [[large - small / 2, small / 2, -large], [2 * third, -third, -third]]
+    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)
+    assert np.all(any_valid)
+
+
+def test_one_reward_is_standardized_as_ever():
+    rewards, valid = random_rewards(5, (6, 8))
+    total, _ = advantages.total_standardized_reward(
+        rewards[..., None], valid[..., None], jnp.ones(1)
+    )
+    np.testing.assert_allclose(total, advantages.standardized(rewards, valid), rtol=1e-6)
 
 
 def test_constant_groups():

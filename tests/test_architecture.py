@@ -17,6 +17,9 @@ LAYERS = {
     "arrays": 0,
     "advantages": 1,
     "losses": 1,
+    "kl": 1,
+    "preference": 1,
+    "value": 1,
     "logprobs": 1,
     "sampling": 1,
     "rewards": 1,
@@ -46,7 +49,7 @@ FAMILIES = {
     "__main__": "commands",
 }
 
-NEVER_SEE_A_MODEL = ("losses", "advantages", "algorithms")
+NEVER_SEE_A_MODEL = ("losses", "kl", "preference", "value", "advantages", "algorithms")
 
 
 def _name(path: Path) -> str:

@@ -1,15 +1,18 @@
-"""Losses: values worked by hand, a slow NumPy reference, exact KL gradients, and what must hold.
+"""Losses: values worked by hand, a slow NumPy reference, and what must hold.
 
-A new reduction or KL estimator joins as one row of `REDUCTIONS` or `KL_GRADIENTS`.
+A new loss or reduction joins as one row of `LOSSES` or `REDUCTIONS`.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_grpo import kl as kls
 from jax_grpo import losses
 from jax_grpo.arrays import divide
 
@@ -54,7 +57,7 @@ def objective(
     ratio = losses.policy_ratio(logps, anchor_logps, mask, level)
     token_ratio = losses.policy_ratio(logps, anchor_logps, mask)
     per_token = losses.clipped_ratio_loss(ratio, advantages, 0.2, 0.28, 3.0)
-    per_token += 0.5 * losses.kl_penalty(kl, logps, reference_logps, mask, token_ratio)
+    per_token += 0.5 * kls.kl_penalty(kl, logps, reference_logps, mask, token_ratio)
     return per_token if reduction is None else REDUCTIONS[reduction][0](per_token, mask)
 
 
@@ -172,113 +175,174 @@ def test_ratio_1_gives_the_gradient_of_reinforce(level):
     np.testing.assert_allclose(jax.grad(loss)(logps), expected, rtol=1e-6)
 
 
-# --- KL -----------------------------------------------------------------------------------------
+# --- Every loss of a token ----------------------------------------------------------------------
+#
+# name: (loss of log-probs, ratio and advantages; by the textbook, one token at a time).
 
 
-def test_kl_estimators_worked_by_hand():
-    # d = log π_ref - log π = log 2, 0, log 1/4
-    logps, reference_logps = jnp.log(jnp.array([[0.2, 0.5, 0.4], [0.4, 0.5, 0.1]]))
-    ln2, mask = np.log(2), jnp.ones(3)
-    ratio = jnp.array([1.0, 1.0, 2.0])
-    for actual, expected in [
-        (losses.kl_k1(logps, reference_logps), [-ln2, 0, 2 * ln2]),
-        (losses.kl_k2(logps, reference_logps), [ln2**2 / 2, 0, 2 * ln2**2]),
-        (losses.kl_k3(logps, reference_logps), [1 - ln2, 0, 2 * ln2 - 3 / 4]),
-        (losses.kl_k3_weighted(logps, reference_logps, ratio), [1 - ln2, 0, 4 * ln2 - 3 / 2]),
-        (losses.kl_penalty("k3", logps, reference_logps, mask), [1 - ln2, 0, 2 * ln2 - 3 / 4]),
-    ]:
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+def sigmoid(x):
+    return 1 / (1 + jnp.exp(-x))
 
 
-THETA = jnp.array([0.3, -1.0, 0.8, 0.1, -0.4])  # a policy over five tokens, and its reference
-REFERENCE = jax.nn.log_softmax(jnp.array([-0.5, 0.2, 0.4, 1.0, -1.5]))
-ELSEWHERE = jax.nn.log_softmax(jnp.array([0.5, 0.5, -0.3, 0.2, 0.0]))
+LOSSES = {
+    "clipped": (
+        lambda logps, ratio, a: losses.clipped_ratio_loss(ratio, a, 0.2, 0.28),
+        lambda logp, r, a: -min(r * a, min(max(r, 0.8), 1.28) * a),
+    ),
+    "dual clip": (
+        lambda logps, ratio, a: losses.clipped_ratio_loss(ratio, a, 0.2, 0.28, 1.4),
+        lambda logp, r, a: (lambda x: min(x, -1.4 * a) if a < 0 else x)(
+            -min(r * a, min(max(r, 0.8), 1.28) * a)
+        ),
+    ),
+    "reinforce": (
+        lambda logps, ratio, a: losses.reinforce_loss(logps, a),
+        lambda logp, r, a: -a * logp,
+    ),
+    "cispo": (
+        lambda logps, ratio, a: losses.weighted_reinforce_loss(logps, ratio, a, 0.1, 0.3),
+        lambda logp, r, a: -min(max(float(jax.lax.stop_gradient(r)), 0.9), 1.3) * a * logp,
+    ),
+    "sapo": (
+        lambda logps, ratio, a: losses.soft_gate_loss(ratio, a, 1.5, 2.0),
+        lambda logp, r, a: (
+            -(4 / 1.5) * sigmoid(1.5 * (r - 1)) * a
+            if a > 0
+            else -(4 / 2.0) * sigmoid(2.0 * (r - 1)) * a
+        ),
+    ),
+}
+every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
-def reverse_kl(theta):
-    logps = jax.nn.log_softmax(theta)
-    return jnp.sum(jnp.exp(logps) * (logps - REFERENCE))
+def loss_of(name, logps, inputs, level="token"):
+    """Its sum over what counts."""
+    ratio = losses.policy_ratio(logps, inputs["anchor_logps"], inputs["mask"], level)
+    per_token = LOSSES[name][0](logps, ratio, inputs["advantages"])
+    return losses.token_mean(per_token, inputs["mask"])[0]
 
 
-def forward_kl(theta):
-    return jnp.sum(jnp.exp(REFERENCE) * (REFERENCE - jax.nn.log_softmax(theta)))
+@every_loss
+def test_values_and_gradients_are_those_of_the_textbook(name):
+    inputs = batch(2)
+    value, slope = jax.value_and_grad(partial(loss_of, name))(inputs["logps"], inputs)
+    total = 0.0
+    for p, g, t in np.argwhere(inputs["mask"]):
+        logp, anchor = (float(inputs[x][p, g, t]) for x in ("logps", "anchor_logps"))
+        a = float(inputs["advantages"][p, g])
+        # The ratio is min-ed and max-ed in Python: central differences stand for its gradient,
+        # but for CISPO's, which is that of the log-prob alone.
+        textbook = LOSSES[name][1]
+        loss = lambda x, r: float(textbook(x, r, a))  # noqa: B023, E731
+        r, e = np.exp(logp - anchor), 1e-3
+        total += loss(logp, r)
+        moved = [(logp + d, r if name == "cispo" else np.exp(logp + d - anchor)) for d in (e, -e)]
+        expected = (loss(*moved[0]) - loss(*moved[1])) / (2 * e)
+        np.testing.assert_allclose(slope[p, g, t], expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(value, total, rtol=1e-5)
+    np.testing.assert_array_equal(slope[inputs["mask"] == 0], 0)
 
 
-def estimate(name: str, theta, behavior_logps):
-    """All five tokens' estimates of KL, each as if it had been sampled."""
-    logps = jax.nn.log_softmax(theta)
-    if name == "k3_weighted":
-        ratio = losses.policy_ratio(logps, behavior_logps, jnp.ones(5))
-        return losses.kl_k3_weighted(logps, REFERENCE, ratio)
-    return losses.KL_ESTIMATORS[name](logps, REFERENCE)
+@every_loss
+@pytest.mark.parametrize("level", ["token", "sequence", "product"])
+def test_a_ratio_of_1_gives_the_gradient_of_reinforce(name, level):
+    inputs = batch()
+    inputs["anchor_logps"] = inputs["logps"]
+    slope = jax.grad(partial(loss_of, name, level=level))(inputs["logps"], inputs)
+    expected = -inputs["advantages"][..., None] * inputs["mask"]
+    if level == "product" and name not in ("reinforce", "cispo"):
+        # every token stands for the whole completion: by sequence_mean that is its gradient
+        expected = expected * inputs["mask"].sum(-1, keepdims=True)
+    np.testing.assert_allclose(slope, expected, rtol=1e-5, atol=1e-6)
 
 
-def expected_gradient(name: str, behavior_logps):
-    """E over y ~ behavior of ∇θ estimate(y), every token counted with its probability."""
-    weights = jnp.exp(behavior_logps)
-    return jax.grad(lambda theta: jnp.sum(weights * estimate(name, theta, behavior_logps)))(THETA)
+@every_loss
+def test_padding_reaches_no_loss_and_no_gradient(name):
+    clean, dirty, rng = batch(), batch(), np.random.default_rng(1)
+    padding = clean["mask"] == 0
+    for x in ("logps", "anchor_logps"):
+        dirty[x][padding] = rng.choice(GARBAGE, padding.sum())
+    gradient = jax.value_and_grad(partial(loss_of, name))
+    expected, expected_slope = gradient(clean["logps"], clean)
+    value, slope = gradient(dirty["logps"], dirty)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(slope, expected_slope, rtol=1e-6)
 
 
-REVERSE, FORWARD = jax.grad(reverse_kl), jax.grad(forward_kl)
-KL_GRADIENTS = {"k1": jnp.zeros_like, "k2": REVERSE, "k3": FORWARD, "k3_weighted": REVERSE}
-
-
-@pytest.mark.parametrize("name", KL_GRADIENTS)
-def test_gradient_of_each_kl_estimator_on_policy(name):
-    on_policy = jax.nn.log_softmax(THETA)
+@every_loss
+def test_advantages_of_tokens_are_taken_as_they_are(name):
+    inputs = batch()
+    by_token = {**inputs, "advantages": np.repeat(inputs["advantages"][..., None], C, axis=-1)}
     np.testing.assert_allclose(
-        expected_gradient(name, on_policy), KL_GRADIENTS[name](THETA), rtol=1e-5, atol=1e-6
+        loss_of(name, inputs["logps"], by_token), loss_of(name, inputs["logps"], inputs), rtol=1e-6
     )
-    assert jnp.max(jnp.abs(REVERSE(THETA) - FORWARD(THETA))) > 0.01  # they can be told apart
 
 
-def test_weighted_k3_stays_right_off_policy_and_the_others_do_not():
-    reverse = REVERSE(THETA)
-    np.testing.assert_allclose(expected_gradient("k3_weighted", ELSEWHERE), reverse, atol=1e-6)
-    for name in ("k2", "k3"):
-        assert jnp.max(jnp.abs(expected_gradient(name, ELSEWHERE) - reverse)) > 0.01
-    value = jnp.sum(jnp.exp(ELSEWHERE) * estimate("k3_weighted", THETA, ELSEWHERE))
-    np.testing.assert_allclose(value, reverse_kl(THETA), rtol=1e-5)
+def test_cispo_worked_by_hand():
+    logps = jnp.log(jnp.array([[0.5, 0.25, 0.125]]))
+    ratio, ln2 = jnp.array([[0.1, 2.0, 50.0]]), np.log(2)
+    loss = losses.weighted_reinforce_loss(logps, ratio, jnp.array([-2.0]))
+    np.testing.assert_allclose(loss, [[-0.2 * ln2, -8 * ln2, -30 * ln2]], rtol=1e-5)
+    low = losses.weighted_reinforce_loss(logps, ratio, jnp.array([-2.0]), clip_low=0.5)
+    np.testing.assert_allclose(low[0, 0], -1 * ln2, rtol=1e-6)
+
+
+def test_the_soft_gate_worked_by_hand():
+    # 4/τ σ(τ (ρ - 1)): σ(0) = 1/2, σ(ln 3) = 3/4, σ(-ln 3) = 1/4
+    step = float(np.log(3))
+    ratio = jnp.array([[1.0, 1 + step, 1 - step]] * 2)
+    found = losses.soft_gate_loss(ratio, jnp.array([2.0, 0.0]), 1.0, 2.0)
+    np.testing.assert_allclose(found, [[-4, -6, -2], [0, 0, 0]], rtol=1e-6)
+    half = jnp.array([[1.0, 1 + step / 2, 1 - step / 2]])
+    found = losses.soft_gate_loss(half, jnp.array([-2.0]), 1.0, 2.0)
+    np.testing.assert_allclose(found, [[2, 3, 1]], rtol=1e-6)
+
+
+def test_the_soft_gate_closes_on_both_sides():
+    slope = jax.vmap(jax.grad(lambda r: losses.soft_gate_loss(r, jnp.float32(-1.0))))(
+        jnp.array([1.0, 0.2, 3.0, 1e6])
+    )
+    assert slope[0] == pytest.approx(1.0) and slope[1] < 0.9 and slope[2] < 0.5 and slope[3] == 0
+
+
+def test_product_is_the_ratio_of_whole_completions():
+    logps = jnp.log(jnp.array([[0.8, 0.1, 0.5], [0.5, 0.5, 0.5]]))
+    anchor = jnp.log(jnp.array([[0.2, 0.2, 0.1], [0.25, 0.5, 1.0]]))
+    mask = jnp.array([[1, 1, 0], [1, 1, 1]])
+    found = losses.policy_ratio(logps, anchor, mask, "product")
+    np.testing.assert_allclose(found, [[4 * 0.5], [2 * 1 * 0.5]], rtol=1e-6)
+
+
+# --- Tokens of high entropy ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name, unbiased", [("k1", True), ("k2", False), ("k3", True), ("k3_weighted", True)]
+    "share, expected",
+    [
+        # of five that count, the (1 - share) quantile: 0.4 -> between 2 and 3, at 2.4
+        (0.4, [[0, 1, 0], [0, 0, 1]]),
+        (0.2, [[0, 1, 0], [0, 0, 0]]),
+        (1.0, [[1, 1, 1], [1, 0, 1]]),
+        (1e-6, [[0, 1, 0], [0, 0, 0]]),
+    ],
 )
-def test_value_of_each_kl_estimator_on_policy(name, unbiased):
-    on_policy = jax.nn.log_softmax(THETA)
-    value = jnp.sum(jnp.exp(on_policy) * estimate(name, THETA, on_policy))
-    assert (abs(value - reverse_kl(THETA)) < 1e-6) == unbiased
+def test_top_entropy_worked_by_hand(share, expected):
+    entropy = jnp.array([[0.0, 4.0, 1.0], [2.0, 99.0, 3.0]])
+    mask = jnp.array([[1, 1, 1], [1, 0, 1]])
+    np.testing.assert_array_equal(losses.top_entropy(entropy, mask, share), expected)
+    dirty = entropy.at[1, 1].set(jnp.nan)
+    np.testing.assert_array_equal(losses.top_entropy(dirty, mask, share), expected)
+    assert not jnp.any(losses.top_entropy(dirty, jnp.zeros((2, 3)), share))
 
 
-@pytest.mark.parametrize("name", losses.KL_ESTIMATORS)
-def test_policy_gradient_of_kl_in_the_reward(name):
-    """E of -reward(y) ∇log π(y): k1 gives reverse KL's gradient, k2 and k3 that of neither."""
-    on_policy = jax.nn.log_softmax(THETA)
-    reward = losses.kl_in_reward(
-        jnp.zeros(5), on_policy[:, None], REFERENCE[:, None], jnp.ones((5, 1)), 1.0, name
-    )
-    weights = -jnp.exp(on_policy) * reward
-    actual = jax.grad(lambda theta: jnp.sum(weights * jax.nn.log_softmax(theta)))(THETA)
-    expected = {"k1": REVERSE(THETA), "k3": REVERSE(THETA) - FORWARD(THETA)}
-    if name in expected:
-        np.testing.assert_allclose(actual, expected[name], rtol=1e-5, atol=1e-6)
-    else:
-        assert jnp.max(jnp.abs(actual - REVERSE(THETA))) > 0.01
+def test_no_gradient_flows_back_to_the_entropy():
+    def chosen(entropy):
+        return jnp.sum(jnp.where(losses.top_entropy(entropy, jnp.ones(3), 0.5), entropy, 0.0))
+
+    np.testing.assert_array_equal(jax.grad(chosen)(jnp.array([1.0, 2.0, 3.0])), [0, 1, 1])
 
 
-def test_kl_in_reward_sums_over_the_completion():
-    # 2 - 1/2 · (1 + 0.5) and 1 - 1/2 · (-1)
-    logps = jnp.array([[-1.0, -1.0, jnp.nan], [-2.0, jnp.inf, jnp.nan]])
-    reference_logps = jnp.array([[-2.0, -1.5, 0.0], [-1.0, jnp.inf, -jnp.inf]])
-    mask = jnp.array([[1, 1, 0], [1, 0, 0]])
-    rewards = losses.kl_in_reward(jnp.array([2.0, 1.0]), logps, reference_logps, mask, 0.5)
-    np.testing.assert_allclose(rewards, [1.25, 1.5])
-
-
-def test_k3_is_never_negative():
-    d = np.concatenate([np.geomspace(1e-12, 90, 4001), [0.0, 1e9]]).astype(np.float32)
-    d = np.concatenate([d, -d])
-    assert jnp.min(losses.kl_k3(jnp.zeros(d.shape), d)) >= 0
+# --- Extremes -----------------------------------------------------------------------------------
 
 
 def test_no_log_ratio_overflows():
@@ -296,9 +360,9 @@ def test_no_log_ratio_overflows():
         for logps, other in [(near, far), (far, near)]:
             value, slope = jax.value_and_grad(total)(logps, other, near, advantage)
             assert jnp.isfinite(value) and jnp.all(jnp.isfinite(slope))
-    assert jnp.all(jnp.isfinite(losses.kl_k3(far, near)))
+    assert jnp.all(jnp.isfinite(kls.kl_k3(far, near)))
     # However far the policy has run, k3 goes on pulling it back: 1 - exp(-200) nats per nat.
-    assert jax.grad(losses.kl_k3)(0.0, -200.0) == 1
+    assert jax.grad(kls.kl_k3)(0.0, -200.0) == 1
 
 
 # --- Reductions ---------------------------------------------------------------------------------
@@ -404,26 +468,33 @@ def test_truncated_completions(how, mask, rewards, dtype):
     assert actual[0].dtype == dtype
 
 
+def test_truncated_rewards_of_each_function():
+    rewards, truncated = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([True, False])
+    _, found = losses.handle_truncated("zero", jnp.ones((2, 3)), rewards, truncated)
+    np.testing.assert_array_equal(found, [[0, 0], [3, 4]])
+
+
 z = jnp.zeros
 REFUSED = [
     (lambda: losses.policy_ratio(z((2, 3)), z((2, 4)), z((2, 3))), r"logps \(2, 3\) and anchor_"),
     (lambda: losses.policy_ratio(z(3), z(3), z(3), "word"), "level must be .* not 'word'"),
+    (lambda: losses.reinforce_loss(z((2, 3)), z(3)), r"advantages \(3,\) .* logps \(2, 3\)"),
+    (
+        lambda: losses.weighted_reinforce_loss(z((2, 3)), z((2, 2)), z(2)),
+        r"ratio \(2, 2\) and logps \(2, 3\)",
+    ),
+    (lambda: losses.soft_gate_loss(z((2, 3)), z(3)), r"advantages \(3,\) .* ratio \(2, 3\)"),
+    (lambda: losses.top_entropy(z(3), z(2), 0.2), r"entropy \(3,\) and mask \(2,\)"),
+    (
+        lambda: losses.handle_truncated("zero", z((2, 3)), z((3, 4)), z(2)),
+        r"rewards \(3,\) .* mask",
+    ),
     (lambda: losses.clipped_ratio_loss(z((2, 3)), z(3)), r"advantages \(3,\) .* ratio \(2, 3\)"),
     (lambda: losses.clipped_ratio_loss(z((2, 3)), z((2, 4))), r"\(2, 3\) and advantages \(2, 4\)"),
     (lambda: losses.clipped_ratio_loss(z((2, 3)), z(2), dual_clip=1.0), "dual_clip .* not 1.0"),
     (lambda: losses.token_mean(z((2, 4)), z((2, 3))), r"per_token \(2, 4\) and mask \(2, 3\)"),
     (lambda: losses.sequence_mean(z(3), z((2, 3))), r"per_token \(3,\) and mask \(2, 3\)"),
     (lambda: losses.constant_length(z((2, 3, 1)), z((2, 3)), 3), r"per_token \(2, 3, 1\) and"),
-    (lambda: losses.kl_penalty("k1", z(3), z(3), z(3)), "k1 in the loss .* k1 in the reward"),
-    (lambda: losses.kl_penalty("k4", z(3), z(3), z(3)), "one of k2, k3, k3_weighted; not 'k4'"),
-    (lambda: losses.kl_penalty("k3_weighted", z(3), z(3), z(3)), "k3_weighted needs the ratio"),
-    (lambda: losses.kl_penalty("k3_weighted", z(3), z(3), z(3), z(1)), r"\(3,\) and ratio \(1,\)"),
-    (lambda: losses.kl_in_reward(z(2), z(2), z(2), z(2), 1.0), r"rewards \(2,\) .* mask \(2,\)"),
-    (
-        lambda: losses.check_kl_estimator("k3_weighted", "reward"),
-        "one of k1, k2, k3; not 'k3_weighted'",
-    ),
-    (lambda: losses.check_kl_estimator("k3", "rewards"), "not in 'rewards'"),
     (lambda: losses.handle_truncated("keep", z((2, 3)), z(2), z(3)), r"truncated \(3,\) .* mask"),
     (lambda: losses.handle_truncated("drop", z((2, 3)), z(2), z(2)), "not 'drop'"),
 ]

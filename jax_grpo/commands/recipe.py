@@ -176,7 +176,9 @@ def build_algorithm(
     constructors = {
         n: f
         for n, f in vars(algorithms).items()
-        if inspect.isfunction(f) and inspect.signature(f).return_annotation == "Algorithm"
+        if inspect.isfunction(f)
+        and not n.startswith("_")
+        and inspect.signature(f).return_annotation == "Algorithm"
     }
     settings = dict(section)
     name = settings.pop("name", None)
@@ -323,6 +325,11 @@ def build_stage(
     verifiers = build_verifiers(rewards) if rewards else None
     weights = verifiers.weights if verifiers else ()
     made = build_algorithm(algorithm, f"{name}.algorithm", weights)
+    if made.keep is not None:
+        raise ValueError(
+            f"algorithm {algorithm['name']} draws prompts again whose group has nothing to teach, "
+            "which the trainer cannot do yet: set algorithm.dynamic_sampling to False"
+        )
     _check_context(model, max_prompt_length, max_completion_length)
     _check_batch(model.mesh, prompts_per_step, minibatches, micro_batches)
     if remat not in ("none", "dots", "full"):
