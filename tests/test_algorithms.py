@@ -655,6 +655,7 @@ def likely(logits: Any) -> float:
     return float(jax.nn.softmax(logits)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNS)
 def test_a_step_makes_what_was_rewarded_likelier(name):
     algorithm = learner(name)

@@ -162,6 +162,7 @@ def test_refuses_in_one_clear_line(call, message):
 # --- All of it: PPO on two arms -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ppo_on_two_arms_reaches_the_best():
     """Arm 1 pays 1 and arm 0 nothing, after a first token that decides nothing."""
     mask, arms = jnp.ones((8, 2)), jnp.array([0, 1] * 4)  # both are tried alike, always

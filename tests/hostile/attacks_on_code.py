@@ -455,7 +455,7 @@ def f(x):
 import os
 def f(x):
     for make in (os.symlink, os.link):
-        for target in ("{canary}", "/proc/self/root/{canary}", "/etc/passwd"):
+        for target in ("{canary}", "/proc/self/root{canary}", "/etc/passwd"):
             try:
                 make(target, "evil")
                 with open("evil", "a") as file: file.write("evil")
