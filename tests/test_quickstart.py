@@ -13,7 +13,9 @@ CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in (1, 2))]
+)
 def test_accuracy_and_length_rise_on_held_out_problems(seed, tmp_path):
     command = [sys.executable, "-m", "jax_grpo", "train", f"--config={CONFIG}"]
     command += [f"--workdir={tmp_path / 'run'}", f"--config.seed={seed}"]
