@@ -54,10 +54,13 @@ class Rollout(NamedTuple):
     kept_logmass: Array  # [P, G, C] float32, log of the mass that truncation kept; 0 without
     truncated: Array  # [P, G] bool: ended by the length limit, not by an end token
     temperature: Array  # [] float32
+    # Of packed rows, [P, C] int32: which example a token is of, from 0; -1 is padding. Then G is 1,
+    # the prompts stand in `completion_ids` with their mask False, and `prompts` are empty.
+    segments: Array | None = None
 
 
 class Rewards(NamedTuple):
-    """What the reward functions said; never NaN."""
+    """What the reward functions said, or the data set (R = 0 where it says nothing); never NaN."""
 
     values: Array | np.ndarray  # [P, G, R] float32, 0 where invalid
     valid: Array | np.ndarray  # [P, G, R] bool: False where the function gave None
@@ -78,14 +81,19 @@ class Experience(NamedTuple):
     mask: Array  # [P, G, C] float32: 1 where a token counts in the loss
     behavior_logps: Array  # [P, G, C] float32: the ratio's denominator
     reference_logps: Array | None = None  # [P, G, C] float32
+    values: Array | None = None  # [P, G, C] float32, by the critic before the first update
+    returns: Array | None = None  # [P, G, C] float32, what the critic should say
+    # [P, G, C] float32: by how much likelier trainer than sampler found a token, bounded
+    importance: Array | None = None
 
 
 class Outputs(NamedTuple):
-    """What the model says now, with gradient."""
+    """What the models of a stage say now, with gradient."""
 
-    logps: Array  # [P, G, C] float32: policy_logps
+    logps: Array | None = None  # [P, G, C] float32: policy_logps; None of a reward model
     entropy: Array | None = None  # [P, G, C] float32, nats
-    values: Array | None = None  # [P, G, C] float32
+    values: Array | None = None  # [P, G, C] float32, by the critic before each token
+    scores: Array | None = None  # [P, G] float32, by a reward model after the last token
 
 
 class Term(NamedTuple):
@@ -114,7 +122,10 @@ class Algorithm(NamedTuple):
     loss: Callable[[Outputs, Experience], dict[str, Term]]
     # Rewards -> bool [P]; the other prompts are drawn again (DAPO)
     keep: Callable[[Rewards], Array] | None = None
+    trains: Literal["policy", "reward_model"] = "policy"
+    group: int = 1  # G: of a data set exactly this (2: chosen, rejected), of the policy at least
     needs_reference: bool = False
+    needs_proximal: bool = False
     needs_critic: bool = False
     needs_entropy: bool = False
     state: PyTree = ()
@@ -124,6 +135,9 @@ class TrainState(NamedTuple):
     """All that an update changes; what a checkpoint holds."""
 
     step: Array  # [] int32, optimizer steps taken in this stage
-    params: Params  # float32
+    params: Params  # float32, of the policy, or of the reward model that the stage trains
     opt_state: PyTree
     algorithm_state: PyTree = ()
+    critic: PyTree = ()  # its parameters, float32, and its optimizer's state
+    critic_opt_state: PyTree = ()
+    reference: PyTree = ()  # in the compute dtype, where it moves with the policy
