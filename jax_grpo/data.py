@@ -36,12 +36,14 @@ class Prompts(NamedTuple):
 
 
 class Demonstrations(NamedTuple):
-    """Prompts with a completion each, the end token included."""
+    """Prompts with completions to learn from: one each, or two, the chosen before the rejected."""
 
     prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
+    completion_ids: list[list[list[int]]]  # G for each prompt, end tokens included
     rows: list[Row]
     dropped: int  # longer than the limits
+    counts: list[list[list[bool]]] | None = None  # which of their tokens count; None is all
+    rewards: list[list[float]] | None = None  # what the data say each is worth; None is nothing
 
 
 # ------------------------------------------------------------------------------------ indexing
