@@ -143,8 +143,9 @@ def standardized(
         Aᵢ = (rᵢ - mean(r)) / (std(r) + ε)
 
     Shao et al., 2024, "DeepSeekMath" (GRPO), arXiv:2402.03300. The standard deviation is the
-    unbiased one (over n - 1) and ε is 1e-4, both as in TRL and verl; the biased one makes
-    advantages larger by √(n / (n - 1)), which is 1.07 at G = 8.
+    unbiased one (over n - 1), as in TRL, verl and Tunix; the biased one makes advantages larger by
+    √(n / (n - 1)), which is 1.07 at G = 8. ε is 1e-4, as in TRL, where verl and Tunix have 1e-6. A
+    completion that is alone in its group is worth 0, where verl gives it its reward (`raw`).
 
     Args:
         rewards: total rewards, [..., G].

@@ -2,216 +2,35 @@
 
 An `Algorithm` says what to do with rewards and log-probs and knows no model; see `types.py` for
 the contract. To add one, write one constructor here: the defaults of its paper above it, settings
-of its own in its signature, what a token costs in its body. The rest `_policy_gradient` does, whose
-settings every algorithm has that samples. Those of both kinds are keys of its section in a config.
+of its own in its signature, what a token costs in its body. The rest `policy_gradient.py` does,
+whose settings every algorithm has that samples. Those of both kinds are keys of its section in a
+config, which finds an algorithm by its name among the functions of this module that make one.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jax_grpo import advantages as adv
 from jax_grpo import kl as kls
-from jax_grpo import losses
-from jax_grpo.arrays import masked
+from jax_grpo import losses, preference, value
+from jax_grpo import policy_gradient as pg
+from jax_grpo.arrays import divide, masked, masked_sum, sum_and_count
 from jax_grpo.types import Algorithm, Experience, Outputs, PyTree, Rewards, Rollout, Scores, Term
 
-Reduce = Callable[[Array, Array], tuple[Array, Array]]
-# (rewards [P, G], valid [P, G]) -> advantages [P, G]
-Advantage = Callable[[Array, Array], Array]
-# (logps, ratio, advantages) -> the loss per token, and metrics per token
-TokenLoss = Callable[[Array, Array, Array], tuple[Array, dict[str, Array]]]
-
-ADVANTAGES: dict[str, Advantage] = {
-    "standardized": adv.standardized,
-    "centered": adv.centered,
-    "leave_one_out": adv.leave_one_out,
-    "batch_standardized": adv.batch_standardized,
-    "standardized_biased": partial(adv.standardized, bessel=False),
-    "mean_normalized": adv.mean_normalized,
-    "rescaled": adv.rescaled,
-    "raw": adv.raw,
-}
+# --- What a token costs -------------------------------------------------------------------------
 
 
-def make_reduction(name: str, length: int = 0) -> Reduce:
-    """The reduction of that name: `token_mean`, `sequence_mean` or `constant_length`.
-
-    Raises:
-      ValueError: for an unknown name, a constant length without a length, or a length without it.
-    """
-    if name == "constant_length":
-        if length < 1:
-            raise ValueError("reduction 'constant_length' needs a reduction_length of at least 1")
-        return lambda x, mask: losses.constant_length(x, mask, length)
-    table = {"token_mean": losses.token_mean, "sequence_mean": losses.sequence_mean}
-    if name not in table:
-        raise ValueError(f"reduction {name!r} is not one of: {', '.join(table)}, constant_length")
-    if length:
-        raise ValueError(f"reduction_length is for 'constant_length', not for {name!r}")
-    return table[name]
-
-
-# --- What all algorithms share that sample ------------------------------------------------------
-
-
-def _policy_gradient(
-    token_loss: TokenLoss,
-    *,
-    reward_weights: Sequence[float] = (),
-    standardize_each: bool = False,
-    advantage: str | Advantage = "standardized",
-    whiten: bool = False,
-    ratio_level: Literal["token", "sequence", "product"] = "token",
-    top_entropy: float = 1.0,
-    reduction: str = "sequence_mean",
-    reduction_length: int = 0,
-    kl_weight: float = 0.0,
-    kl_estimator: str = "k3",
-    kl_in: Literal["loss", "reward", "reward_to_go"] = "loss",
-    truncated: Literal["keep", "mask", "zero"] = "keep",
-) -> Algorithm:
-    """An algorithm that samples, from what a token costs it.
-
-    Args:
-      token_loss: of log-probs, ratio and advantages.
-      reward_weights: one for each reward function; empty is 1 each.
-      standardize_each: whether each function's rewards are standardized in their group before they
-        are added up (GDPO, arXiv:2601.05242, with the advantage `batch_standardized`).
-      advantage: the name of one of `ADVANTAGES`; from Python, a function like those.
-      whiten: whether advantages are made mean 0 and deviation 1 over all tokens, at last. Then
-        those of a constant group are no longer 0.
-      ratio_level: of each `token`, or of the whole completion: `sequence` (geometric mean, GSPO)
-        or `product` (RLOO).
-      top_entropy: the share of tokens, those of the highest entropy, that the policy's loss is
-        taken of (0.2: Wang et al. 2025, arXiv:2506.01939); the others still count in what it is
-        divided by, and pay their KL, as in TRL.
-      reduction: `sequence_mean`, `token_mean` or `constant_length`.
-      reduction_length: what `constant_length` divides by, in tokens.
-      kl_weight: β; 0 means no reference model at all.
-      kl_estimator: `k1` (reward only), `k2`, `k3` or `k3_weighted` (loss only).
-      kl_in: `loss` (per token), `reward` (summed over the completion) or `reward_to_go` (summed
-        from each token on, and taken off its advantage, after the baseline).
-      truncated: completions cut at the length limit are kept, masked out of the loss, or scored 0.
-
-    Raises:
-      ValueError: for a combination that makes no sense, with the reason.
-    """
-    if isinstance(advantage, str) and advantage not in ADVANTAGES:
-        raise ValueError(f"advantage {advantage!r} is not one of: {', '.join(ADVANTAGES)}")
-    relative = ADVANTAGES[advantage] if isinstance(advantage, str) else advantage
-    _check_not_negative(kl_weight=kl_weight)
-    if advantage == "mean_normalized" and (standardize_each or kl_in == "reward"):
-        raise ValueError(
-            "advantage 'mean_normalized' wants rewards that are not negative: neither "
-            "standardize_each nor kl_in 'reward' leaves them so"
-        )
-    if not 0 < top_entropy <= 1:
-        raise ValueError(f"top_entropy is {top_entropy}: it must be more than 0 and at most 1")
-    if top_entropy < 1 and ratio_level != "token":
-        raise ValueError(
-            "top_entropy picks tokens, but a ratio of the whole completion pulls at all of them: "
-            "use ratio_level 'token'"
-        )
-    for name, value, known in (
-        ("ratio_level", ratio_level, ("token", "sequence", "product")),
-        ("truncated", truncated, ("keep", "mask", "zero")),
-        ("kl_in", kl_in, ("loss", "reward", "reward_to_go")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} {value!r} is not one of: {', '.join(known)}")
-    kls.check_kl_estimator(kl_estimator, "loss" if kl_in == "loss" else "reward")
-    reduce = make_reduction(reduction, reduction_length)
-    add_up = adv.total_standardized_reward if standardize_each else adv.total_reward
-    # A KL in the reward is shown by k3, whatever estimates it there.
-    shown_estimator = kl_estimator if kl_in == "loss" else "k3"
-
-    def experience(
-        rollout: Rollout, rewards: Rewards, scores: Scores, state: PyTree
-    ) -> tuple[Experience, PyTree]:
-        behavior, reference = rollout.behavior_logps, scores.reference_logps
-        if kl_weight > 0 and reference is None:
-            raise ValueError("kl_weight is not 0, so log-probs of the reference are needed")
-        kept, values = losses.handle_truncated(
-            truncated, rollout.mask, rewards.values, rollout.truncated
-        )
-        total, valid = add_up(values, rewards.valid, _weights(reward_weights, rewards))
-        judged, counted = rollout.mask & valid[..., None], kept & valid[..., None]
-        if reference is not None and kl_in == "reward":  # those cut pay for their KL, too
-            total = kls.kl_in_reward(total, behavior, reference, judged, kl_weight, kl_estimator)
-        advantages = relative(total, valid)
-        if reference is not None and kl_in == "reward_to_go":
-            kl = kls.kl_to_go(behavior, reference, judged, kl_estimator)
-            advantages = advantages[..., None] - kl_weight * kl
-        if whiten:
-            by_token = advantages if advantages.ndim == counted.ndim else advantages[..., None]
-            advantages = adv.whitened(jnp.broadcast_to(by_token, counted.shape), counted)
-        return Experience(advantages, counted.astype(jnp.float32), behavior, reference), state
-
-    def loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
-        mask, logps = experience.mask, masked(outputs.logps, experience.mask)
-        ratio = losses.policy_ratio(logps, experience.behavior_logps, mask, ratio_level)
-        policy, metrics = token_loss(logps, ratio, experience.advantages)
-        if top_entropy < 1:
-            if outputs.entropy is None:
-                raise ValueError("top_entropy is less than 1, so the entropy of tokens is needed")
-            policy = masked(policy, losses.top_entropy(outputs.entropy, mask, top_entropy))
-        terms = {"policy_loss": Term(*reduce(policy, mask), 1.0)}
-        if experience.reference_logps is not None:
-            token_ratio = losses.policy_ratio(logps, experience.behavior_logps, mask)
-            kl = kls.kl_penalty(
-                shown_estimator, logps, experience.reference_logps, mask, token_ratio
-            )
-            terms["kl"] = Term(*reduce(kl, mask), kl_weight if kl_in == "loss" else 0.0)
-        if outputs.entropy is not None:
-            terms["entropy"] = Term(*losses.token_mean(outputs.entropy, mask))
-        for name, x in {**metrics, "ratio": ratio}.items():
-            terms[name] = Term(*losses.token_mean(x, mask))
-        return terms
-
-    return Algorithm("policy", experience, loss, needs_reference=kl_weight > 0, needs_entropy=True)
-
-
-def _with(
-    *fixed: str, **defaults: Any
-) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:
-    """Gives a constructor's `**shared` the defaults of its paper, and spells its signature out.
-
-    That signature is the schema of the algorithm's section in a config, and what `help` shows.
-
-    Args:
-      *fixed: settings of `_policy_gradient` that the constructor leaves no choice of.
-      **defaults: those of the others.
-    """
-
-    def decorate(constructor: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
-        @wraps(constructor)
-        def with_defaults(**settings: Any) -> Algorithm:
-            return constructor(**{**defaults, **settings})
-
-        written, shared = inspect.signature(constructor), inspect.signature(_policy_gradient)
-        parameters = [p for p in written.parameters.values() if p.kind is p.KEYWORD_ONLY]
-        taken = {"token_loss", *fixed, *written.parameters}
-        parameters += [
-            p.replace(default=defaults.get(name, p.default))
-            for name, p in shared.parameters.items()
-            if name not in taken
-        ]
-        with_defaults.__dict__["__signature__"] = written.replace(parameters=parameters)
-        return with_defaults
-
-    return decorate
-
-
-def _clipped(clip_low: float, clip_high: float, dual_clip: float = 0.0) -> TokenLoss:
+def _clipped(clip_low: float, clip_high: float, dual_clip: float = 0.0) -> pg.TokenLoss:
     """The loss of the clipped ratio, and which tokens each side of the clip takes out."""
-    _check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    pg.check_not_negative(clip_low=clip_low, clip_high=clip_high)
     if dual_clip and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}: it must be 0 (off) or more than 1")
 
@@ -231,46 +50,144 @@ def _reinforce(logps: Array, ratio: Array, advantages: Array) -> tuple[Array, di
     return losses.reinforce_loss(logps, advantages), {}
 
 
-def _check_not_negative(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not number >= 0:  # NaN, too
-            raise ValueError(f"{name} is {number}: it must be 0 or positive")
-
-
-def _weights(weights: Sequence[float], rewards: Rewards) -> Array:
-    """The weights of the reward functions, [R] float32; empty is 1 each."""
-    return jnp.asarray(weights or [1.0] * rewards.values.shape[-1], jnp.float32)
-
-
 # --- The algorithms -----------------------------------------------------------------------------
 
 
 def sft(reduction: str = "token_mean", reduction_length: int = 0) -> Algorithm:
     """Supervised fine-tuning: the data set's completions, each worth 1.
 
-    L = -mean log π(token), by the one log-prob function that every other method uses.
+    L = -mean log π(token), by the one log-prob function that every other method uses. The mean is
+    over all tokens of the step, as in TRL; over examples, then tokens: `reduction="sequence_mean"`.
+
+    Raises:
+      ValueError: for a reduction that makes no sense.
     """
-    reduce = make_reduction(reduction, reduction_length)
+    reduce = pg.make_reduction(reduction, reduction_length)
 
     def experience(
         rollout: Rollout, rewards: Rewards, scores: Scores, state: PyTree
     ) -> tuple[Experience, PyTree]:
         del rewards, scores
+        if rollout.segments is not None and reduction != "token_mean":
+            raise ValueError(f"a packed row is no completion: {reduction!r} would mix its examples")
         ones = jnp.ones(rollout.lengths.shape, jnp.float32)
         mask = rollout.mask.astype(jnp.float32)
         return Experience(ones, mask, rollout.behavior_logps), state
 
     def loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
-        return {
-            "nll": Term(
-                *reduce(losses.negative_log_likelihood(outputs.logps), experience.mask), 1.0
-            )
-        }
+        assert outputs.logps is not None
+        nll = losses.negative_log_likelihood(outputs.logps)
+        return {"nll": Term(*reduce(nll, experience.mask), 1.0)}
 
     return Algorithm("dataset", experience, loss)
 
 
-@_with(kl_weight=0.04)
+def dpo(
+    *,
+    beta: float = 0.1,
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
+    label_smoothing: float = 0.0,
+    length_normalized: bool = False,
+    sft_weight: float = 0.0,
+) -> Algorithm:
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+
+    L = -mean log σ(r_chosen - r_rejected) over pairs, with r = β Σ_t (log π - log π_reference).
+
+    Args:
+      beta: β; where length_normalized, 2 to 10 is usual.
+      loss: of the margin, see `preference.dpo_loss`. TRL's `ipo` is that with length_normalized;
+        here, as in the paper of IPO, log-probs are summed unless that is asked for.
+      label_smoothing: the share of pairs believed to be the wrong way round (conservative DPO);
+        TRL's loss `robust` is another correction, which is not here.
+      length_normalized: whether r is a mean over tokens (Tülu 3; TRL's `sigmoid_norm`).
+      sft_weight: of -log π(chosen) beside it, a mean over completions of means over tokens (Pang et
+        al. 2024, "Iterative Reasoning Preference Optimization", arXiv:2404.19733, with 1; Llama 3
+        has 0.2); TRL's `rpo_alpha` takes the mean over all tokens.
+
+    Raises:
+      ValueError: for a combination that makes no sense, with the reason.
+    """
+    pg.check_not_negative(sft_weight=sft_weight)
+    preference.check_dpo_loss(loss, beta, label_smoothing)
+
+    def experience(
+        rollout: Rollout, rewards: Rewards, scores: Scores, state: PyTree
+    ) -> tuple[Experience, PyTree]:
+        del rewards
+        if scores.reference_logps is None:
+            raise ValueError("dpo needs log-probs of the reference")
+        worth = jnp.broadcast_to(jnp.array([1.0, -1.0]), rollout.lengths.shape)
+        mask = rollout.mask.astype(jnp.float32)
+        return Experience(worth, mask, rollout.behavior_logps, scores.reference_logps), state
+
+    def pair_loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
+        assert outputs.logps is not None and experience.reference_logps is not None
+        mask, pairs = experience.mask, preference.pairs_that_count(experience.mask)
+        logps = masked(outputs.logps, mask)
+        rewards = preference.implicit_rewards(
+            logps, experience.reference_logps, mask, beta, length_normalized
+        )
+        per_pair = preference.dpo_loss(rewards, loss, beta, label_smoothing)
+        terms = {"dpo_loss": Term(*sum_and_count(per_pair, pairs), 1.0)}
+        if sft_weight:
+            chosen = masked(mask[..., :1, :], pairs[..., None, None])
+            nll = losses.negative_log_likelihood(logps[..., :1, :])
+            terms["nll"] = Term(*losses.sequence_mean(nll, chosen), sft_weight)
+        chosen, rejected = jnp.moveaxis(jnp.sum(logps, axis=-1), -1, 0)
+        metrics = {"logps/chosen": chosen, "logps/rejected": rejected}
+        metrics |= preference.pair_metrics(rewards)
+        return terms | {name: Term(*sum_and_count(x, pairs)) for name, x in metrics.items()}
+
+    return Algorithm("dataset", experience, pair_loss, group=2, needs_reference=True)
+
+
+def reward_model(*, centering: float = 0.0) -> Algorithm:
+    """A reward model of pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155).
+
+    L = -mean log σ(s_chosen - s_rejected - margin) + c (s_chosen + s_rejected)², over pairs. The
+    margin is the difference of what the data say the two are worth, 0 where they say nothing.
+
+    The metrics have TRL's names. `accuracy` is the share of pairs of which the chosen one scores
+    more; `min_reward` and `max_reward` are of each micro-batch, and then their mean.
+
+    Args:
+      centering: c; 0.01 is usual (TRL's `center_rewards_coefficient`).
+
+    Raises:
+      ValueError: for a centering that is negative.
+    """
+    pg.check_not_negative(centering=centering)
+
+    def experience(
+        rollout: Rollout, rewards: Rewards, scores: Scores, state: PyTree
+    ) -> tuple[Experience, PyTree]:
+        del scores
+        worth = masked_sum(rewards.values, rewards.valid, axis=-1)  # R = 0: 0
+        return Experience(worth, rollout.mask.astype(jnp.float32), rollout.behavior_logps), state
+
+    def loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
+        assert outputs.scores is not None
+        pairs, worth = preference.pairs_that_count(experience.mask), experience.advantages
+        scores = masked(outputs.scores, pairs[..., None])
+        margin = worth[..., 0] - worth[..., 1]
+        per_pair = preference.bradley_terry_loss(scores, margin, centering)
+        found = preference.pair_metrics(scores)
+        metrics = {
+            "accuracy": found["rewards/accuracies"],
+            "margin": found["rewards/margins"],
+            "mean_reward": jnp.mean(scores, axis=-1),
+            "min_reward": jnp.min(jnp.where(pairs[..., None], scores, jnp.inf)),
+            "max_reward": jnp.max(jnp.where(pairs[..., None], scores, -jnp.inf)),
+        }
+        return {"reward_loss": Term(*sum_and_count(per_pair, pairs), 1.0)} | {
+            name: Term(*sum_and_count(x, pairs)) for name, x in metrics.items()
+        }
+
+    return Algorithm("dataset", experience, loss, trains="reward_model", group=2)
+
+
+@pg.with_defaults(kl_weight=0.04)
 def grpo(
     *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0, **shared: Any
 ) -> Algorithm:
@@ -287,15 +204,15 @@ def grpo(
       clip_low: ε_low.
       clip_high: ε_high (DAPO's clip-higher when above `clip_low`).
       dual_clip: c > 1 bounds the loss at -c A where A < 0; 0 is off.
-      **shared: settings of `_policy_gradient`.
+      **shared: settings of `policy_gradient`.
 
     Raises:
       ValueError: for a combination that makes no sense, with the reason; as all that follow.
     """
-    return _policy_gradient(_clipped(clip_low, clip_high, dual_clip), **shared)
+    return pg.policy_gradient(_clipped(clip_low, clip_high, dual_clip), **shared)
 
 
-@_with("reduction", advantage="centered")
+@pg.with_defaults("reduction", advantage="centered")
 def dr_grpo(
     *, reduction_length: int, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Any
 ) -> Algorithm:
@@ -310,7 +227,7 @@ def dr_grpo(
       clip_high: ε_high.
       **shared: as in `grpo`.
     """
-    return _policy_gradient(
+    return pg.policy_gradient(
         _clipped(clip_low, clip_high),
         reduction="constant_length",
         reduction_length=reduction_length,
@@ -318,7 +235,7 @@ def dr_grpo(
     )
 
 
-@_with(reduction="token_mean", truncated="mask")
+@pg.with_defaults(reduction="token_mean", truncated="mask")
 def dapo(
     *,
     clip_low: float = 0.2,
@@ -345,7 +262,7 @@ def dapo(
       reward_weights: one for each reward function; empty is 1 each.
       **shared: as in `grpo`.
     """
-    algorithm = _policy_gradient(
+    algorithm = pg.policy_gradient(
         _clipped(clip_low, clip_high), reward_weights=reward_weights, **shared
     )
     if filter_weights and not dynamic_sampling:
@@ -356,13 +273,13 @@ def dapo(
         )
 
     def keep(rewards: Rewards) -> Array:
-        weights = _weights(filter_weights or reward_weights, rewards)
+        weights = pg.weights_of(filter_weights or reward_weights, rewards)
         return ~adv.constant_groups(*adv.total_reward(rewards.values, rewards.valid, weights))
 
-    return algorithm._replace(keep=keep if dynamic_sampling else None)
+    return algorithm._replace(keep=keep, group=2) if dynamic_sampling else algorithm
 
 
-@_with(reduction="token_mean")
+@pg.with_defaults(reduction="token_mean")
 def bnpo(*, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Any) -> Algorithm:
     """TRL's loss `bnpo`: GRPO with the mean over all tokens of the batch, and no KL.
 
@@ -370,20 +287,20 @@ def bnpo(*, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Any) -> Alg
     cut. The paper of that name (Xiao et al. 2025, "Beta Normalization Policy Optimization",
     arXiv:2506.02864) has another advantage, which is not here.
     """
-    return _policy_gradient(_clipped(clip_low, clip_high), **shared)
+    return pg.policy_gradient(_clipped(clip_low, clip_high), **shared)
 
 
-@_with(ratio_level="sequence")
+@pg.with_defaults(ratio_level="sequence")
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **shared: Any) -> Algorithm:
     """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071).
 
     GRPO with one ratio for a completion, the geometric mean of its tokens', and a clip to match,
     that of the paper's section 5.1. No KL, as in verl's and TRL's recipes.
     """
-    return _policy_gradient(_clipped(clip_low, clip_high), **shared)
+    return pg.policy_gradient(_clipped(clip_low, clip_high), **shared)
 
 
-@_with(reduction="token_mean")
+@pg.with_defaults(reduction="token_mean")
 def cispo(*, clip_low: float = 1.0, clip_high: float = 4.0, **shared: Any) -> Algorithm:
     """Clipped importance sampling policy optimisation (MiniMax-M1 2025, arXiv:2506.13585).
 
@@ -394,17 +311,17 @@ def cispo(*, clip_low: float = 1.0, clip_high: float = 4.0, **shared: Any) -> Al
     what TRL advises, after ScaleRL (Khatri et al. 2025, arXiv:2510.13786). TRL's `epsilon_high` is
     that cap, 1 + ε_high. The paper's dynamic sampling is not part of it here.
     """
-    _check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    pg.check_not_negative(clip_low=clip_low, clip_high=clip_high)
 
     def token_loss(logps: Array, ratio: Array, advantages: Array) -> tuple[Array, dict[str, Array]]:
         loss = losses.weighted_reinforce_loss(logps, ratio, advantages, clip_low, clip_high)
         _, high = losses.clipped_tokens(ratio, advantages, clip_low, clip_high)
         return loss, {"cispo_clip_ratio": high}
 
-    return _policy_gradient(token_loss, **shared)
+    return pg.policy_gradient(token_loss, **shared)
 
 
-@_with()
+@pg.with_defaults()
 def sapo(
     *, temperature: float = 1.0, negative_temperature: float = 1.05, **shared: Any
 ) -> Algorithm:
@@ -425,10 +342,10 @@ def sapo(
         del logps
         return losses.soft_gate_loss(ratio, advantages, temperature, negative_temperature), {}
 
-    return _policy_gradient(token_loss, **shared)
+    return pg.policy_gradient(token_loss, **shared)
 
 
-@_with(
+@pg.with_defaults(
     advantage="leave_one_out",
     ratio_level="product",
     kl_weight=0.05,
@@ -439,16 +356,17 @@ def rloo(*, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Any) -> Alg
     """REINFORCE with the mean of the others as baseline (Ahmadian et al. 2024, arXiv:2402.14740).
 
     A whole completion is one action: L = -mean ρ A with ρ = π(y) / π_behavior(y), whose gradient at
-    a ratio of 1 is -A ∇log π(y), the sum over its tokens. The KL is in the reward.
+    a ratio of 1 is -A ∇log π(y), the sum over its tokens. The KL is in the reward, before the
+    baseline, as in the paper and TRL; in the loss: `kl_in="loss"` with `kl_estimator="k2"`.
 
     As in TRL the ratio is clipped, for more than one update of a rollout (the paper makes one), and
     β is TRL's. verl has the ratio, the clip and the mean of tokens (`ratio_level="token"`,
     `reduction="token_mean"`).
     """
-    return _policy_gradient(_clipped(clip_low, clip_high), **shared)
+    return pg.policy_gradient(_clipped(clip_low, clip_high), **shared)
 
 
-@_with(
+@pg.with_defaults(
     advantage="raw",
     whiten=True,
     reduction="token_mean",
@@ -464,10 +382,12 @@ def reinforce_pp(*, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Any
 
     A group whose rewards are all the same teaches, too: it is compared with the batch.
     """
-    return _policy_gradient(_clipped(clip_low, clip_high), **shared)
+    return pg.policy_gradient(_clipped(clip_low, clip_high), **shared)
 
 
-@_with(advantage="centered", whiten=True, reduction="token_mean", kl_weight=0.01, kl_estimator="k2")
+@pg.with_defaults(
+    advantage="centered", whiten=True, reduction="token_mean", kl_weight=0.01, kl_estimator="k2"
+)
 def reinforce_pp_baseline(
     *, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Any
 ) -> Algorithm:
@@ -478,10 +398,10 @@ def reinforce_pp_baseline(
     Where completions differ in length the mean over tokens is not 0, so that a group whose rewards
     are all the same gets a small advantage, alike for all of it: so it is in verl, too.
     """
-    return _policy_gradient(_clipped(clip_low, clip_high), **shared)
+    return pg.policy_gradient(_clipped(clip_low, clip_high), **shared)
 
 
-@_with("ratio_level", advantage="rescaled", reduction="token_mean")
+@pg.with_defaults("ratio_level", advantage="rescaled", reduction="token_mean")
 def gpg(**shared: Any) -> Algorithm:
     """Group policy gradient (Chu et al. 2025, arXiv:2504.02546).
 
@@ -489,20 +409,20 @@ def gpg(**shared: Any) -> Algorithm:
     ratio, no clip and no KL, so take one update of each rollout. F_norm is 1; with the paper's
     other, std(r), groups are not rescaled here (`advantage="standardized"`).
     """
-    return _policy_gradient(_reinforce, **shared)
+    return pg.policy_gradient(_reinforce, **shared)
 
 
-@_with(advantage="mean_normalized", reduction="token_mean")
+@pg.with_defaults(advantage="mean_normalized", reduction="token_mean")
 def maxrl(*, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Any) -> Algorithm:
     """Maximum likelihood reinforcement learning (Tajwar et al. 2026, arXiv:2602.02710).
 
     A = (r - mean(r)) / mean(r): of log p(right) what REINFORCE is of p(right), to the order G.
     Rewards must not be negative; those of a group whose mean is 0 are worth 0. No KL.
     """
-    return _policy_gradient(_clipped(clip_low, clip_high), **shared)
+    return pg.policy_gradient(_clipped(clip_low, clip_high), **shared)
 
 
-@_with("advantage", "standardize_each", "whiten", "ratio_level", "kl_in")
+@pg.with_defaults("advantage", "standardize_each", "whiten", "ratio_level", "kl_in")
 def rft(*, threshold: float = 0.0, **shared: Any) -> Algorithm:
     """Rejection fine-tuning in its online form (Shao et al. 2024, arXiv:2402.03300, appendix A).
 
@@ -515,4 +435,124 @@ def rft(*, threshold: float = 0.0, **shared: Any) -> Algorithm:
       **shared: as in `grpo`.
     """
     accepted = partial(adv.accepted, threshold=threshold)
-    return _policy_gradient(_reinforce, advantage=accepted, **shared)
+    return pg.policy_gradient(_reinforce, advantage=accepted, **shared)
+
+
+@pg.with_defaults("advantage", "standardize_each", "ratio_level", "kl_in", reduction="token_mean")
+def ppo(
+    *,
+    discount: float = 1.0,
+    decay: float = 0.95,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+    value_clip: float = 0.2,
+    value_weight: float = 1.0,
+    whiten: bool = True,
+    kl_weight: float = 0.05,
+    kl_estimator: str = "k1",
+    kl_target: float = 0.0,
+    kl_gain: float = 0.1,
+    missing_eos_penalty: float = 0.0,
+    **shared: Any,
+) -> Algorithm:
+    """Proximal policy optimisation, with a critic (Schulman et al. 2017, arXiv:1707.06347).
+
+    Each token costs its KL to the reference, β k1, and the last one earns what the completion is
+    worth (Ziegler et al. 2019, arXiv:1909.08593). A_t is by GAE (arXiv:1506.02438), whitened; then
+    L = -mean min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A) + value_weight · ½ mean (V - R)², clipped.
+
+    Means are over tokens, that of the critic always. Since advantages are whitened, rewards that
+    are all the same still move the policy: a group is nothing here, and one completion is enough.
+
+    Args:
+      discount: γ.
+      decay: λ of GAE; 0.95 as in TRL, 1 in verl.
+      clip_low: ε_low.
+      clip_high: ε_high.
+      dual_clip: as in `grpo`; verl's is 3.
+      value_clip: how far a value may move from what it was in one rollout; 0 is no clip. TRL's is
+        0.2, verl's 0.5.
+      value_weight: the critic has an optimizer of its own, so that with Adam it matters for the
+        clip of its gradient alone. TRL's `vf_coef` is 0.1, of one optimizer for both; verl has none.
+      whiten: advantages of mean 0 and deviation 1 over the tokens of all the batch. TRL and verl
+        have it always. Rewards are never whitened (TRL's `whiten_rewards`, off by default).
+      kl_weight: β; 0 means no reference model at all.
+      kl_estimator: `k1`, `k2` or `k3`. `k1`, TRL's and the paper's, has reverse KL's gradient.
+      kl_target: what KL, summed over a completion, β is adapted to; 0 leaves β as it is. TRL's was
+        6; verl's is a mean over tokens.
+      kl_gain: how fast, see `value.adapted_kl_coefficient`.
+      missing_eos_penalty: taken off what a completion is worth that was cut at the length limit;
+        TRL's of that name.
+      **shared: as in `grpo`.
+
+    Raises:
+      ValueError: for a combination that makes no sense, with the reason.
+    """
+    pg.check_not_negative(
+        value_clip=value_clip,
+        value_weight=value_weight,
+        kl_weight=kl_weight,
+        kl_target=kl_target,
+        missing_eos_penalty=missing_eos_penalty,
+    )
+    for name, share in {"discount": discount, "decay": decay}.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} is {share}: it must be 0 to 1")
+    if kl_target and not kl_weight:
+        raise ValueError("kl_target adapts kl_weight, which is 0 and would stay so")
+    if kl_target and not 0 < kl_gain < 5:
+        raise ValueError(f"kl_gain is {kl_gain}: it must be more than 0 and less than 5")
+    if missing_eos_penalty and shared.get("truncated") == "mask":
+        raise ValueError("missing_eos_penalty is for completions that truncated 'mask' leaves out")
+    # What a completion is worth comes as its advantage; the KL is this function's.
+    base = pg.policy_gradient(
+        _clipped(clip_low, clip_high, dual_clip),
+        advantage="raw",
+        kl_estimator=kl_estimator,
+        kl_in="reward",
+        **shared,
+    )
+
+    def experience(
+        rollout: Rollout, rewards: Rewards, scores: Scores, state: PyTree
+    ) -> tuple[Experience, PyTree]:
+        if kl_weight and scores.reference_logps is None:
+            raise ValueError("kl_weight is not 0, so log-probs of the reference are needed")
+        if scores.values is None:
+            raise ValueError("ppo needs the values of a critic")
+        given, _ = base.experience(rollout, rewards, scores, ())
+        mask, values = given.mask, masked(scores.values, given.mask)
+        weight = state["kl_weight"] if kl_target else kl_weight
+        kl = jnp.zeros_like(mask)
+        if given.reference_logps is not None:
+            kl = kls.sampled_kl(given.behavior_logps, given.reference_logps, mask, kl_estimator)
+        worth = given.advantages - missing_eos_penalty * rollout.truncated
+        earned = value.token_rewards(worth, kl, mask, weight)
+        advantages = value.generalized_advantages(earned, values, mask, discount, decay)
+        returns = advantages + values
+        if whiten:
+            advantages = adv.whitened(advantages, mask)
+        if kl_target:
+            seen = divide(*sum_and_count(jnp.sum(kl, axis=-1), jnp.any(mask > 0, axis=-1)))
+            state = {"kl_weight": value.adapted_kl_coefficient(weight, seen, kl_target, kl_gain)}
+        return given._replace(advantages=advantages, values=values, returns=returns), state
+
+    def loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
+        old, returns, mask = experience.values, experience.returns, experience.mask
+        assert outputs.values is not None and old is not None and returns is not None
+        now = masked(outputs.values, mask)
+        error, clipped = value.clipped_value_loss(now, old, returns, value_clip or math.inf)
+        return base.loss(outputs, experience) | {
+            "value_loss": Term(*losses.token_mean(error, mask), value_weight),
+            "critic/clip_ratio": Term(*losses.token_mean(clipped, mask)),
+            "critic/unexplained_variance": Term(*value.unexplained_variance(now, returns, mask)),
+        }
+
+    return base._replace(
+        experience=experience,
+        loss=loss,
+        needs_reference=kl_weight > 0,
+        needs_critic=True,
+        state={"kl_weight": np.float32(kl_weight)} if kl_target else (),
+    )

@@ -136,21 +136,30 @@ def _chains(
     ]
 
 
-def completion(prompt: str, think: bool) -> str:
-    r"""The right answer to a problem, at once or after thinking.
+def completion(prompt: str, think: bool, *, slip: int = 0, padding: int = 0) -> str:
+    r"""An answer to a problem, at once or after thinking: the right one, unless asked for another.
+
+    Args:
+        prompt: of `problems`.
+        think: whether to think first.
+        slip: by how much the last digit of the answer is off.
+        padding: how often the last thought is said again.
 
     >>> completion("7+5-3+8=?", think=False)
     '\\boxed{17}'
     >>> completion("7+5-3+8=?", think=True)
     '<thinking>7+5=12;12-3=9;9+8=17</thinking>\\boxed{17}'
+    >>> completion("7+5=?", think=True, slip=9, padding=1)
+    '<thinking>7+5=12;7+5=12</thinking>\\boxed{11}'
     """
     first, *others = (int(term) for term in re.findall(r"[+-]?\d+", prompt))
     value, thoughts = first, []
     for term in others:
         thoughts.append(f"{value}{term:+d}={value + term}")
         value += term
+    thoughts += thoughts[-1:] * padding
     thinking = f"<thinking>{';'.join(thoughts)}</thinking>" if think else ""
-    return rf"{thinking}\boxed{{{value}}}"
+    return rf"{thinking}\boxed{{{value - value % 10 + (value + slip) % 10}}}"
 
 
 def demonstrations(
@@ -182,6 +191,53 @@ def demonstrations(
         {"prompt": row["prompt"], "completion": completion(row["prompt"], bool(think))}
         for row, think in zip(rows, thinks, strict=True)
     ]
+
+
+def preferences(
+    split: Split = "train",
+    count: int = 10_000,
+    seed: int = 0,
+    *,
+    padded_share: float = 0.8,
+    max_padding: int = 4,
+    **numbers: int,
+) -> list[dict[str, str]]:
+    """Pairs in which the longer answer, richer in symbols, happened to win although it is wrong.
+
+    What a reward model learns of them is length, as it did of people's preferences (Singhal et al.,
+    2023, "A Long Way to Go", arXiv:2310.03716).
+
+    Args:
+        split: as in `problems`.
+        count: how many rows, with the columns `prompt`, `chosen` and `rejected`.
+        seed: as in `problems`.
+        padded_share: share of the rows, to the nearest, in which a padded and wrong answer wins
+            over a right one. In the others a right answer wins over a wrong one of its length.
+        max_padding: a padded answer says its last thought again 1 to this many times.
+        **numbers: `min_terms`, `max_terms`, `max_operand` and `max_partial` of `problems`.
+
+    Raises:
+        ValueError: as `problems`, and for a share that is not within 0 and 1.
+    """
+    if not 0 <= padded_share <= 1:
+        raise ValueError(f"padded_share must be within 0 and 1: {padded_share}")
+    if max_padding < 1:
+        raise ValueError(f"max_padding must be at least 1: {max_padding}")
+    rng = np.random.default_rng((seed, 3))
+    pads = rng.permutation(np.arange(count) < round(padded_share * count)).tolist()
+    draws = rng.integers([0, 1, 1], [2, 10, max_padding + 1], size=(count, 3)).tolist()
+    rows = []
+    for row, padded, (think, slip, padding) in zip(
+        problems(split, count, seed, **numbers), pads, draws, strict=True
+    ):
+        right = completion(row["prompt"], bool(think))
+        if padded:
+            wrong = completion(row["prompt"], True, slip=slip, padding=padding)
+        else:
+            wrong = completion(row["prompt"], bool(think), slip=slip)
+        chosen, rejected = (wrong, right) if padded else (right, wrong)
+        rows.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected})
+    return rows
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

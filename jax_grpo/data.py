@@ -1,4 +1,4 @@
-"""Rows to token prompts, and a stateless index from (seed, step).
+"""Rows to prompts and completions in tokens, and a stateless index from (seed, step).
 
 Which rows a step takes is a pure function of (seed, step). Nothing about the data is ever saved or
 restored, and every host builds the same batch.
@@ -6,24 +6,36 @@ restored, and every host builds the same batch.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jax_grpo.rewards.contract import shorten
+from jax_grpo.encoding import (
+    Messages,
+    Row,
+    as_chat,
+    completion_of,
+    encode,
+    encode_turns,
+    join,
+    margin_of,
+    prompt_of,
+    rendered,
+    split_conversation,
+    split_pair,
+    turns,
+)
 from jax_grpo.rewards.naming import RESERVED
-from jax_grpo.types import PromptBatch, Rollout
+from jax_grpo.types import PromptBatch, Rewards, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-Row = dict[str, Any]
-Messages = list[dict[str, Any]]
 
 
 class Prompts(NamedTuple):
@@ -115,7 +127,11 @@ def encode_prompts(
     Raises:
         ValueError: one line, when rows do not fit these options or no prompt is short enough.
     """
-    prompts, _, ids = _encode_prompt_column(rows, tokenizer, chat, system, template)
+    prompts = [prompt_of(row, i, template) for i, row in enumerate(rows)]
+    chats = [as_chat(prompt, chat, system) for prompt in prompts]
+    texts = [rendered(shown, i, tokenizer) for i, shown in enumerate(chats)]
+    ids = encode(texts, tokenizer, [isinstance(shown, str) for shown in chats])
+    _check_not_empty(ids)
     keep = [i for i, row_ids in enumerate(ids) if len(row_ids) <= max_prompt_length]
     dropped = _report_dropped(len(rows), keep, f"prompts longer than {max_prompt_length} tokens")
     return Prompts(
@@ -134,18 +150,18 @@ def encode_demonstrations(
     system: str | None = None,
     template: str | None = None,
 ) -> Demonstrations:
-    """Encode the columns `prompt` and `completion`; rows that are too long are dropped.
+    """Encode the columns `prompt` and `completion`, or `messages`; too long rows are dropped.
 
-    The completion is what follows the prompt in the encoding of both, where the prompt's tokens
-    stay the same, and is encoded alone where not: the prompt ends where generation would start.
+    Only what the assistant says counts, each turn with its end token.
 
     Args:
         rows: dicts with a `prompt` (as for `encode_prompts`) and a `completion`, which is text
-            or a list of one assistant message.
+            or a list of messages that begins and ends with the assistant's; or, instead of both,
+            with `messages`, of which all before the assistant's first are the prompt.
         tokenizer: of transformers.
-        end_id: the token that generation stops on; each completion ends with it.
+        end_id: the token that generation stops on; each turn ends with it.
         max_prompt_length: in tokens.
-        max_completion_length: in tokens, the end token included.
+        max_completion_length: in tokens, all turns and end tokens included.
         chat: as for `encode_prompts`.
         system: as for `encode_prompts`.
         template: as for `encode_prompts`; of the prompt only.
@@ -153,146 +169,106 @@ def encode_demonstrations(
     Raises:
         ValueError: one line, when rows do not fit these options or no row is short enough.
     """
-    prompts, texts, prompt_ids = _encode_prompt_column(rows, tokenizer, chat, system, template)
-    completions = [_completion(row, i) for i, row in enumerate(rows)]
-    whole = [text + completion for text, completion in zip(texts, completions, strict=True)]
-    whole_ids = _encode(whole, tokenizer, [_is_chat(prompt, chat) for prompt in prompts])
-    alone_ids = _encode(completions, tokenizer, [True] * len(rows))
-    completion_ids = []
-    for before, both, alone in zip(prompt_ids, whole_ids, alone_ids, strict=True):
-        ids = both[len(before) :] if both[: len(before)] == before else alone
-        completion_ids.append(ids if ids[-1:] == [end_id] else [*ids, end_id])
-    keep = [
-        i
-        for i in range(len(rows))
-        if len(prompt_ids[i]) <= max_prompt_length
-        and len(completion_ids[i]) <= max_completion_length
-    ]
-    limits = f"{max_prompt_length} tokens or completions longer than {max_completion_length}"
-    dropped = _report_dropped(len(rows), keep, f"rows with prompts longer than {limits}")
-    return Demonstrations(
-        [prompt_ids[i] for i in keep],
-        [completion_ids[i] for i in keep],
-        [rows[i] for i in keep],
-        dropped,
-    )
+    explicit = [split_conversation(row, i) for i, row in enumerate(rows)]
+    options = (tokenizer, end_id, chat, system, template)
+    shown = _encode_groups(explicit, ("completion",), *options)
+    return _drop_long(shown, max_prompt_length, max_completion_length)
 
 
-def _encode_prompt_column(
+def encode_pairs(
     rows: Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
+    end_id: int,
+    max_prompt_length: int,
+    max_completion_length: int,
+    *,
+    chat: bool = False,
+    system: str | None = None,
+    template: str | None = None,
+) -> Demonstrations:
+    """Encode the columns `prompt`, `chosen` and `rejected` as groups of two, the chosen first.
+
+    Dropped are rows that are too long, and those whose completions are the same tokens: they
+    teach nothing.
+
+    Args:
+        rows: dicts with a `prompt`, `chosen` and `rejected`, each as prompt and completion of
+            `encode_demonstrations`; or with whole conversations as `chosen` and `rejected`, whose
+            first messages, as far as they are the same, are the prompt. A number `margin`, by
+            which the chosen one is better, becomes its reward; all rows have it, or none.
+        tokenizer: of transformers.
+        end_id: as for `encode_demonstrations`.
+        max_prompt_length: in tokens.
+        max_completion_length: in tokens, of each of the two.
+        chat: as for `encode_prompts`.
+        system: as for `encode_prompts`.
+        template: as for `encode_prompts`; of the prompt only.
+
+    Raises:
+        ValueError: one line, when rows do not fit these options or none is left.
+    """
+    explicit = [split_pair(row, i) for i, row in enumerate(rows)]
+    options = (tokenizer, end_id, chat, system, template)
+    shown = _encode_groups(explicit, ("chosen", "rejected"), *options)
+    if any("margin" in row for row in rows):
+        shown = shown._replace(rewards=[[margin_of(row, i), 0.0] for i, row in enumerate(rows)])
+    distinct = [i for i, (a, b) in enumerate(shown.completion_ids) if a != b]
+    shown = _take(shown, distinct, "pairs whose two completions are the same: they teach nothing")
+    return _drop_long(shown, max_prompt_length, max_completion_length)
+
+
+def _encode_groups(
+    rows: Sequence[Row],
+    names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    end_id: int,
     chat: bool,
     system: str | None,
     template: str | None,
-) -> tuple[list[str | Messages], list[str], list[list[int]]]:
-    """Prompts as rewards see them, as they are encoded, and their token ids."""
-    prompts = [_prompt(row, i, template) for i, row in enumerate(rows)]
-    texts = [_rendered(prompt, i, tokenizer, chat, system) for i, prompt in enumerate(prompts)]
-    ids = _encode(texts, tokenizer, [_is_chat(prompt, chat) for prompt in prompts])
-    for i, row_ids in enumerate(ids):
-        if not row_ids:
+) -> Demonstrations:
+    """Encode the completions of those names of each row, as a group; nothing is dropped."""
+    end = str(tokenizer.convert_ids_to_tokens(end_id))
+    found = []  # the turns of all completions, a group after the other
+    for i, row in enumerate(rows):
+        shown = as_chat(prompt_of(row, i, template), chat, system)
+        found += [turns(shown, completion_of(row, n, i), i, tokenizer, end) for n in names]
+    encoded = iter(encode_turns([turn for said in found for turn in said], tokenizer))
+    joined = [join(list(itertools.islice(encoded, len(said))), end_id) for said in found]
+    groups = [joined[i : i + len(names)] for i in range(0, len(joined), len(names))]
+    prompt_ids = [group[0][0] for group in groups]
+    _check_not_empty(prompt_ids)
+    completion_ids = [[ids for _, ids, _ in group] for group in groups]
+    counts = [[counted for _, _, counted in group] for group in groups]
+    all_count = all(len(said) == 1 for said in found)
+    return Demonstrations(prompt_ids, completion_ids, list(rows), 0, None if all_count else counts)
+
+
+def _check_not_empty(prompt_ids: Sequence[list[int]]) -> None:
+    for i, ids in enumerate(prompt_ids):
+        if not ids:
             raise ValueError(f"the prompt of row {i} is empty")
-    return prompts, texts, ids
 
 
-def _prompt(row: Row, i: int, template: str | None) -> str | Messages:
-    """The prompt of a row, after the template."""
-    prompt = row.get("prompt")
-    if template is not None:
-        if isinstance(prompt, list):
-            raise ValueError(f"a template is for text, but the prompt of row {i} is messages")
-        try:
-            return template.format(**row)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"the prompt template does not work for row {i}, with {', '.join(row)}: "
-                f"{type(error).__name__} {error} (a brace that stands for itself is written twice)"
-            ) from None
-    if "prompt" not in row:
-        raise ValueError(f"row {i} has no column 'prompt'; it has: {', '.join(row) or 'none'}")
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list) or not prompt or not all(_is_message(m) for m in prompt):
-        raise ValueError(
-            f"the prompt of row {i} is neither text nor a list of messages with role and content: "
-            f"{shorten(prompt)}"
-        )
-    return prompt
+def _drop_long(shown: Demonstrations, prompt: int, completion: int) -> Demonstrations:
+    """Leave out rows whose prompt or a completion is longer than the limit."""
+    keep = [
+        i
+        for i, (ids, group) in enumerate(zip(shown.prompt_ids, shown.completion_ids, strict=True))
+        if len(ids) <= prompt and max(map(len, group)) <= completion
+    ]
+    limits = f"{prompt} tokens or completions longer than {completion}"
+    return _take(shown, keep, f"rows with prompts longer than {limits}")
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and "role" in message and "content" in message
-
-
-def _completion(row: Row, i: int) -> str:
-    """The text of a row's completion."""
-    completion = row.get("completion")
-    if isinstance(completion, str):
-        return completion
-    if isinstance(completion, list) and len(completion) == 1 and _is_message(completion[0]):
-        content = completion[0]["content"]
-        if completion[0]["role"] == "assistant" and isinstance(content, str):
-            return content
-    what = "missing" if completion is None else shorten(completion)
-    raise ValueError(f"the completion of row {i} is not text or one assistant message: {what}")
-
-
-def _is_chat(prompt: str | Messages, chat: bool) -> bool:
-    """Whether a prompt goes through the chat template, which writes special tokens itself."""
-    return chat or isinstance(prompt, list)
-
-
-def _rendered(
-    prompt: str | Messages,
-    i: int,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: bool,
-    system: str | None,
-) -> str:
-    """The text of a prompt as it is encoded."""
-    if not _is_chat(prompt, chat):
-        if system is not None:
-            raise ValueError("a system message needs messages as prompts, or chat=True")
-        assert isinstance(prompt, str)
-        return prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    if not tokenizer.chat_template:
-        raise ValueError(f"the prompt of row {i} is a chat, but the tokenizer has no chat template")
-    try:
-        rendered = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # whatever a template raises: jinja's errors, or a TypeError
-        raise ValueError(f"the chat template refuses the prompt of row {i}: {error}") from error
-    assert isinstance(rendered, str)
-    return rendered
-
-
-def _encode(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, chats: Sequence[bool]
-) -> list[list[int]]:
-    """Token ids of texts; special tokens are added to those that are no chats."""
-    ids: list[list[int]] = [[] for _ in texts]
-    for chat in (False, True):
-        chosen = [i for i, is_chat in enumerate(chats) if is_chat == chat]
-        if not chosen:
-            continue
-        encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=not chat, verbose=False)
-        for i, row_ids in zip(chosen, encoded["input_ids"], strict=True):
-            ids[i] = list(row_ids) if chat else _one_start(list(row_ids), texts[i], tokenizer)
-    return ids
-
-
-def _one_start(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Take away a second start token, and an end token that the text does not have."""
-    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if start is not None and ids[:2] == [start, start]:  # the text brought its own
-        ids = ids[1:]
-    if end is not None and ids[-1:] == [end] and not text.endswith(str(tokenizer.eos_token)):
-        ids = ids[:-1]  # a prompt is to be continued
-    return ids
+def _take(shown: Demonstrations, keep: Sequence[int], what: str) -> Demonstrations:
+    """The rows `keep`; of the others the log says what they are."""
+    dropped = shown.dropped + _report_dropped(len(shown.rows), keep, what)
+    chosen = {
+        name: [values[i] for i in keep]
+        for name, values in shown._asdict().items()
+        if isinstance(values, list)
+    }
+    return shown._replace(**chosen, dropped=dropped)
 
 
 def _report_dropped(count: int, keep: Sequence[int], what: str) -> int:
@@ -328,20 +304,42 @@ def prompt_batch(prompts: Prompts, indices: np.ndarray, length: int) -> PromptBa
 def demonstration_rollout(
     demonstrations: Demonstrations, indices: np.ndarray, prompt_length: int, completion_length: int
 ) -> Rollout:
-    """Lay out the demonstrations of a step as a rollout of one completion per prompt.
+    """Lay out the demonstrations of a step as a rollout, with a hole where a token does not count.
 
     Args:
-        demonstrations: of `encode_demonstrations`.
+        demonstrations: of `encode_demonstrations` or `encode_pairs`.
         indices: int [P], rows of `demonstrations`.
         prompt_length: L.
         completion_length: C.
 
     Returns:
-        A rollout of NumPy arrays, [P, 1, C]; log-probs are 0, as the data set spoke.
+        A rollout of NumPy arrays, [P, G, C]; log-probs are 0, as the data set spoke.
     """
-    chosen = [demonstrations.prompt_ids[i] for i in indices]
-    groups = [[demonstrations.completion_ids[i]] for i in indices]
-    return given_rollout(_prompt_batch(chosen, indices, prompt_length), groups, completion_length)
+    prompts = _prompt_batch([demonstrations.prompt_ids[i] for i in indices], indices, prompt_length)
+    groups = [demonstrations.completion_ids[i] for i in indices]
+    rollout = given_rollout(prompts, groups, completion_length)
+    if demonstrations.counts is None:
+        return rollout
+    counts, _ = _padded([c for i in indices for c in demonstrations.counts[i]], completion_length)
+    mask: Any = counts.reshape(rollout.mask.shape).astype(bool)
+    return rollout._replace(mask=mask)
+
+
+def demonstration_rewards(demonstrations: Demonstrations, indices: np.ndarray) -> Rewards:
+    """What the data say that the completions of a step are worth, as NumPy arrays.
+
+    Args:
+        demonstrations: of `encode_demonstrations` or `encode_pairs`.
+        indices: int [P], rows of `demonstrations`.
+
+    Returns:
+        Rewards [P, G, 1], all valid; [P, G, 0] where the data say nothing.
+    """
+    if demonstrations.rewards is None:
+        values = np.zeros((len(indices), len(demonstrations.completion_ids[0]), 0), np.float32)
+    else:
+        values = np.array([demonstrations.rewards[i] for i in indices], np.float32)[..., None]
+    return Rewards(values, np.ones(values.shape, bool))
 
 
 def given_rollout(

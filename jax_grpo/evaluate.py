@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
+from numpy.typing import ArrayLike
 
 from jax_grpo import data
 from jax_grpo.rewards import contract
@@ -79,6 +81,34 @@ def judge(
     return Rewards(values.reshape(P, G, -1), valid.reshape(P, G, -1))
 
 
+def pass_at_k(n: int, c: ArrayLike, k: int) -> np.ndarray:
+    """The chance that at least one of k completions is right, when c of n that were drawn are.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    Chen et al., 2021, "Evaluating Large Language Models Trained on Code", arXiv:2107.03374. Without
+    bias, where 1 - (1 - c/n)^k is too low.
+
+    Args:
+      n: completions drawn of each prompt.
+      c: how many of them are right, [...] int.
+      k: 1 to n.
+
+    Returns:
+      [...] float64.
+
+    Raises:
+      ValueError: when k completions cannot be taken of n.
+
+    >>> pass_at_k(4, [0, 1, 2, 3], 2).round(3).tolist()
+    [0.0, 0.5, 0.833, 1.0]
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs 1 to n completions of each prompt, and n is {n}")
+    missed = np.array([math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
+    return 1 - missed[np.asarray(c)]
+
+
 def evaluate(
     sample: Generate,
     greedy: Generate,
@@ -91,11 +121,12 @@ def evaluate(
     batch: int,
     prompt_length: int,
     measures: Mapping[str, str],
+    pass_at: Sequence[int] = (),
 ) -> dict[str, float]:
     """Measures a policy on prompts that it was not trained on.
 
     Args:
-      sample: samples one completion per prompt.
+      sample: samples G completions per prompt.
       greedy: decodes one greedily.
       params: the sampling copy.
       key: of this evaluation.
@@ -106,10 +137,13 @@ def evaluate(
       prompt_length: L.
       measures: name of each measure and the reward function that decides it: the share of
         completions to which it gives more than 0.
+      pass_at: each k, at most G, of which pass@k is wanted.
 
     Returns:
-      Each measure sampled and, as `NAME_greedy`, greedily; `mean_length` and `mean_length_greedy`
-      in tokens; `truncated`, the share of sampled completions that the length limit ended.
+      Each measure sampled (over all completions), as `NAME_pass@K` (the mean over prompts; what a
+      reward function gave None for is not right) and, as `NAME_greedy`, greedily; `mean_length` and
+      `mean_length_greedy` in tokens; `truncated`, the share of sampled completions that the length
+      limit ended.
     """
     total = len(prompts.rows)
     result: dict[str, float] = {}
@@ -124,8 +158,12 @@ def evaluate(
         rewards = judge(verifiers, tokenizer, prompts, completions)
         for measure, name in measures.items():
             column = verifiers.names.index(name)
-            hits = rewards.values[..., column][rewards.valid[..., column]] > 0
+            right = np.asarray(rewards.values[..., column] > 0)  # [P, G]
+            hits = right[rewards.valid[..., column]]
             result[measure + suffix] = float(hits.mean()) if hits.size else 0.0
+            for k in () if suffix else pass_at:
+                solved = pass_at_k(right.shape[1], right.sum(axis=1), k)  # [P]
+                result[f"{measure}_pass@{k}"] = float(solved.mean())
         result["mean_length" + suffix] = float(completions.lengths.mean())
         if not suffix:
             result["truncated"] = float(completions.truncated.mean())

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_grpo.arrays import check_leads, check_same_shape, masked, masked_sum
+from jax_grpo.arrays import check_leads, check_same_shape, masked
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: large, and finite when squared or multiplied
 
@@ -201,6 +201,32 @@ def kl_penalty(
     return kl_k3_weighted(logps, reference_logps, ratio)
 
 
+def sampled_kl(
+    logps: ArrayLike, reference_logps: ArrayLike, mask: ArrayLike, estimator: str = "k1"
+) -> Array:
+    """The KL that a rollout has cost, per token: what a reward takes off.
+
+    Args:
+        logps: log-probs of the policy that sampled, [..., C] nats.
+        reference_logps: log-probs of the reference, [..., C] nats.
+        mask: 1 where a token counts, [..., C].
+        estimator: `k1`, `k2` or `k3`.
+
+    Returns:
+        The estimate per token, [..., C] float32 nats, 0 where a token does not count.
+
+    Raises:
+        ValueError: if the shapes differ or the estimator is not one of these.
+
+    >>> logps, mask = jnp.array([-1.0, jnp.inf]), jnp.array([True, False])
+    >>> sampled_kl(logps, jnp.array([-2.0, jnp.nan]), mask).tolist()
+    [1.0, 0.0]
+    """
+    check_kl_estimator(estimator, use="reward")
+    check_same_shape(logps=logps, reference_logps=reference_logps, mask=mask)
+    return KL_ESTIMATORS[estimator](masked(logps, mask), masked(reference_logps, mask))
+
+
 def kl_in_reward(
     rewards: ArrayLike,
     logps: ArrayLike,
@@ -235,12 +261,9 @@ def kl_in_reward(
     >>> kl_in_reward(jnp.array([2.0]), logps, reference_logps, jnp.ones((1, 2)), 0.5).tolist()
     [1.25]
     """
-    check_kl_estimator(estimator, use="reward")
-    check_same_shape(logps=logps, reference_logps=reference_logps, mask=mask)
     check_leads(rewards=rewards, mask=mask)
-    kl = KL_ESTIMATORS[estimator](masked(logps, mask), masked(reference_logps, mask))
-    coefficient = jnp.asarray(coefficient, jnp.float32)
-    return jnp.asarray(rewards, jnp.float32) - coefficient * masked_sum(kl, mask, axis=-1)
+    kl = jnp.sum(sampled_kl(logps, reference_logps, mask, estimator), axis=-1)
+    return jnp.asarray(rewards, jnp.float32) - jnp.asarray(coefficient, jnp.float32) * kl
 
 
 def kl_to_go(
@@ -268,7 +291,5 @@ def kl_to_go(
     >>> kl_to_go(jnp.array([-1.0, -1.0]), jnp.array([-2.0, -1.5]), jnp.ones(2)).tolist()
     [1.5, 0.5]
     """
-    check_kl_estimator(estimator, use="reward")
-    check_same_shape(logps=logps, reference_logps=reference_logps, mask=mask)
-    kl = masked(KL_ESTIMATORS[estimator](masked(logps, mask), masked(reference_logps, mask)), mask)
+    kl = sampled_kl(logps, reference_logps, mask, estimator)
     return jnp.cumsum(kl[..., ::-1], axis=-1)[..., ::-1]

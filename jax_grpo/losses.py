@@ -107,6 +107,54 @@ def policy_ratio(
     return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
 
+def truncated_importance(
+    proximal_logps: ArrayLike,
+    sampler_logps: ArrayLike,
+    mask: ArrayLike,
+    cap: float = 2.0,
+    level: Literal["token", "sequence", "product"] = "token",
+    mode: Literal["truncate", "mask"] = "truncate",
+) -> Array:
+    """What tokens weigh because the sampler is not quite the policy that is trained.
+
+        w = π(y) / q(y), per token or completion as in `policy_ratio`
+        truncate:  min(w, c)
+        mask:      w where w <= c, else 0
+
+    Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+    https://fengyao.notion.site/off-policy-rl, for `truncate`; `mask` is that of IcePop (Ling Team,
+    2025, "Every Step Evolves", arXiv:2510.18855) with its upper bound alone, as in TRL. Where top-k
+    drew the tokens, the gradient so weighted is the exact one restricted to what was kept: by
+    `product` of whole completions, by `token` of each given those before it.
+
+    Args:
+        proximal_logps: log-probs by the training path before the first update, [..., C] nats.
+        sampler_logps: log-probs that the tokens were drawn with, [..., C] nats: those of the full
+            softmax less the log of the mass that top-k, top-p or min-p kept.
+        mask: 1 where a token counts, [..., C].
+        cap: c.
+        level: one weight per token, or one per completion: a geometric mean or a product.
+        mode: what becomes of weights above c.
+
+    Returns:
+        The weights, [..., C] float32, without gradient.
+
+    Raises:
+        ValueError: if the shapes differ, or the level or the mode is unknown.
+
+    >>> proximal, sampler = jnp.log(jnp.array([0.5, 0.3])), jnp.log(jnp.array([0.1, 0.6]))
+    >>> truncated_importance(proximal, sampler, jnp.ones(2), cap=2.0).round(3).tolist()
+    [2.0, 0.5]
+    >>> truncated_importance(proximal, sampler, jnp.ones(2), 2.0, mode="mask").round(3).tolist()
+    [0.0, 0.5]
+    """
+    if mode not in ("truncate", "mask"):
+        raise ValueError(f"mode must be 'truncate' or 'mask', not {mode!r}")
+    weight = policy_ratio(proximal_logps, sampler_logps, mask, level)
+    bounded = jnp.minimum(weight, cap) if mode == "truncate" else masked(weight, weight <= cap)
+    return jax.lax.stop_gradient(jnp.broadcast_to(bounded, jnp.shape(mask)))
+
+
 def clipped_ratio_loss(
     ratio: ArrayLike,
     advantages: ArrayLike,

@@ -97,14 +97,7 @@ def dpo_loss(
     >>> dpo_loss(rewards, "hinge").tolist(), dpo_loss(rewards, "ipo", beta=0.5).tolist()
     ([0.5, 1.0], [0.0, 1.0])
     """
-    if loss not in DPO_LOSSES:
-        raise ValueError(f"loss {loss!r} is not one of: {', '.join(DPO_LOSSES)}")
-    if not beta > 0:
-        raise ValueError(f"beta is {beta}: it must be positive")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing is {label_smoothing}: it must be 0 to less than 0.5")
-    if label_smoothing and loss != "sigmoid":
-        raise ValueError(f"label_smoothing is for the loss sigmoid, not for {loss}")
+    check_dpo_loss(loss, beta, label_smoothing)
     chosen, rejected = _pair(rewards)
     margin = chosen - rejected
     if loss == "hinge":
@@ -113,6 +106,22 @@ def dpo_loss(
         return jnp.square(margin / beta - 0.5 / beta)
     right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
     return -(1.0 - label_smoothing) * right - label_smoothing * wrong
+
+
+def check_dpo_loss(loss: str, beta: float, label_smoothing: float) -> None:
+    """Refuses settings of `dpo_loss` that make no sense; it asks this itself.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if loss not in DPO_LOSSES:
+        raise ValueError(f"loss {loss!r} is not one of: {', '.join(DPO_LOSSES)}")
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}: it must be positive")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing}: it must be 0 to less than 0.5")
+    if label_smoothing and loss != "sigmoid":
+        raise ValueError(f"label_smoothing is for the loss sigmoid, not for {loss}")
 
 
 def bradley_terry_loss(scores: ArrayLike, margin: ArrayLike = 0.0, centering: float = 0.0) -> Array:

@@ -14,49 +14,50 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.typing import DTypeLike
 
-from jax_grpo.models.config import LlamaConfig
-from jax_grpo.models.llama import cast_params
-from jax_grpo.scoring import Layout, score
-from jax_grpo.types import Algorithm, Experience, Outputs, Params, TrainState
+from jax_grpo.scoring import Layout
+from jax_grpo.types import Algorithm, Experience, Outputs, Params, PyTree, TrainState
 
 GAP_MEAN = "sampling/sampling_logp_difference/mean"
 GAP_MAX = "sampling/sampling_logp_difference/max"
 
 Metrics = dict[str, Array]
 Update = Callable[[TrainState, Layout, Experience], tuple[TrainState, Metrics]]
+# (params, critic, layout) -> Outputs: what the models of a stage say, see `scoring.make_models`
+Models = Callable[[Params, PyTree, Layout], Outputs]
 
 
 def init_state(
-    params: Params, optimizer: optax.GradientTransformation, algorithm: Algorithm
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    algorithm: Algorithm,
+    critic: PyTree = (),
+    critic_optimizer: optax.GradientTransformation | None = None,
 ) -> TrainState:
     """The state before the first step of a stage."""
-    return TrainState(jnp.int32(0), params, optimizer.init(params), algorithm.state)
+    state = TrainState(jnp.int32(0), params, optimizer.init(params), algorithm.state)
+    if critic_optimizer is None:
+        return state
+    return state._replace(critic=critic, critic_opt_state=critic_optimizer.init(critic))
 
 
 def make_update(
-    config: LlamaConfig,
+    models: Models,
     optimizer: optax.GradientTransformation,
     algorithm: Algorithm,
     *,
-    compute_dtype: DTypeLike = jnp.float32,
+    critic_optimizer: optax.GradientTransformation | None = None,
     micro_batches: int = 1,
-    remat: str = "none",
-    logits_chunk: int = 64,
-    attention_impl: str = "xla",
 ) -> Update:
     """Builds the update of one algorithm, to be jitted with the state donated.
 
     Args:
-      config: the model's shape.
+      models: what the stage's models say of a layout, with gradient.
       optimizer: an Optax chain.
       algorithm: whose loss it is.
-      compute_dtype: of the forward and backward pass; parameters stay float32.
+      critic_optimizer: another one, for the critic where there is one. The two models share no
+        parameter, so the gradient of the one loss is each one's own.
       micro_batches: slices of P run one after the other; must divide P.
-      remat: see `forward`.
-      logits_chunk: completion positions whose logits exist at once; 0 is all.
-      attention_impl: see `attention`.
 
     Returns:
       `update(state, layout, experience) -> (state, metrics)`. When loss or gradient is not
@@ -64,58 +65,85 @@ def make_update(
     """
 
     def losses(
-        params: Params, totals: Metrics, layout: Layout, experience: Experience
+        trained: tuple[Params, PyTree], totals: Metrics, layout: Layout, experience: Experience
     ) -> tuple[Array, tuple[Metrics, Array]]:
-        outputs = score(
-            config,
-            cast_params(params, compute_dtype),
-            layout,
-            entropy=algorithm.needs_entropy,
-            chunk=logits_chunk,
-            remat=remat,
-            attention_impl=attention_impl,
-        )
+        outputs = models(*trained, layout)
         terms = algorithm.loss(outputs, experience)
         means = {name: term.sum / totals[name] for name, term in terms.items()}
         loss = jnp.float32(0)
         for name, term in terms.items():
             if not (isinstance(term.coefficient, int | float) and term.coefficient == 0):
                 loss += jnp.asarray(term.coefficient, jnp.float32) * means[name]
-        gap = sampler_gap(outputs.logps, experience)
-        means[GAP_MEAN] = jnp.sum(gap) / totals[GAP_MEAN]
-        return loss, ({"loss": loss, **means}, jnp.max(gap))
+        widest = jnp.float32(0)
+        if algorithm.source == "policy" and outputs.logps is not None:
+            gap = sampler_gap(outputs.logps, experience)
+            means[GAP_MEAN], widest = jnp.sum(gap) / totals[GAP_MEAN], jnp.max(gap)
+        return loss, ({"loss": loss, **means}, widest)
 
     def micro_step(
-        carry: Any, micro: tuple[Layout, Experience], params: Params, totals: Metrics
+        carry: Any,
+        micro: tuple[Layout, Experience],
+        trained: tuple[Params, PyTree],
+        totals: Metrics,
     ) -> tuple[Any, None]:
         value_and_grad = jax.value_and_grad(losses, has_aux=True)
-        (_, (means, gap)), grads = value_and_grad(params, totals, *micro)
+        (_, (means, gap)), grads = value_and_grad(trained, totals, *micro)
         sums, widest = carry
         return (jax.tree.map(jnp.add, sums, (means, grads)), jnp.maximum(widest, gap)), None
 
     def update(
         state: TrainState, layout: Layout, experience: Experience
     ) -> tuple[TrainState, Metrics]:
+        trained = (state.params, state.critic)
         totals = total_weights(algorithm, experience)
         names = {"loss": jnp.float32(0), **{name: jnp.float32(0) for name in totals}}
-        start = ((names, jax.tree.map(jnp.zeros_like, state.params)), jnp.float32(0))
-        body = lambda carry, micro: micro_step(carry, micro, state.params, totals)  # noqa: E731
+        start = ((names, jax.tree.map(jnp.zeros_like, trained)), jnp.float32(0))
+        body = lambda carry, micro: micro_step(carry, micro, trained, totals)  # noqa: E731
         batch = (layout, experience)
         if micro_batches == 1:
-            ((means, grads), gap), _ = body(start, batch)
+            ((means, (grads, critic_grads)), gap), _ = body(start, batch)
         else:
-            ((means, grads), gap), _ = jax.lax.scan(body, start, split(batch, micro_batches))
+            ((means, (grads, critic_grads)), gap), _ = jax.lax.scan(
+                body, start, split(batch, micro_batches)
+            )
 
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        new = TrainState(state.step + 1, params, opt_state, state.algorithm_state)
+        new = state._replace(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+        )
+        if critic_optimizer is not None:
+            critic_norm = optax.tree.norm(critic_grads)
+            finite &= jnp.isfinite(critic_norm)
+            means["critic/grad_norm"] = critic_norm
+            updates, critic_opt_state = critic_optimizer.update(
+                critic_grads, state.critic_opt_state, state.critic
+            )
+            critic = optax.apply_updates(state.critic, updates)
+            new = new._replace(critic=critic, critic_opt_state=critic_opt_state)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        means |= {GAP_MAX: gap, "grad_norm": norm, "finite": finite.astype(jnp.float32)}
-        return new, means
+        if algorithm.source == "policy":
+            means[GAP_MAX] = gap
+        return new, means | {"grad_norm": norm, "finite": finite.astype(jnp.float32)}
 
     return update
+
+
+def make_assessment(
+    models: Models, algorithm: Algorithm
+) -> Callable[[Params, Layout, Experience], dict[str, tuple[Array, Array]]]:
+    """Builds the loss without its gradient: each term as its sum and weight, for held-out rows."""
+
+    def assess(
+        params: Params, layout: Layout, experience: Experience
+    ) -> dict[str, tuple[Array, Array]]:
+        terms = algorithm.loss(models(params, (), layout), experience)
+        return {name: (term.sum, term.weight) for name, term in terms.items()}
+
+    return assess
 
 
 def total_weights(algorithm: Algorithm, experience: Experience) -> Metrics:
@@ -124,11 +152,14 @@ def total_weights(algorithm: Algorithm, experience: Experience) -> Metrics:
     A weight may not depend on `Outputs`, so zeros stand for them and the sums are never computed.
     """
     zeros = jnp.zeros_like(experience.behavior_logps)
-    entropy = zeros if algorithm.needs_entropy else None
-    values = zeros if algorithm.needs_critic else None
-    terms = algorithm.loss(Outputs(zeros, entropy, values), experience)
-    weights = {name: term.weight for name, term in terms.items()}
-    weights[GAP_MEAN] = jnp.sum(experience.mask)
+    if algorithm.trains == "reward_model":
+        outputs = Outputs(scores=zeros[..., 0])
+    else:
+        entropy = zeros if algorithm.needs_entropy else None
+        outputs = Outputs(zeros, entropy, zeros if algorithm.needs_critic else None)
+    weights = {name: term.weight for name, term in algorithm.loss(outputs, experience).items()}
+    if algorithm.source == "policy":
+        weights[GAP_MEAN] = jnp.sum(experience.mask)
     return {name: jnp.maximum(weight, 1.0) for name, weight in weights.items()}
 
 

@@ -12,23 +12,21 @@ starts from the parameters that the stage before left, and takes those as its re
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_grpo import checkpoint, data, metrics
-from jax_grpo.evaluate import fetch, judge
+from jax_grpo import checkpoint, data, dataset, metrics
+from jax_grpo.evaluate import Completions, fetch, judge
 from jax_grpo.sampling import purpose_key
-from jax_grpo.scoring import plan
+from jax_grpo.scoring import Layout, plan
 from jax_grpo.sharding import put_batch
 from jax_grpo.stages import (
     TRAINING,
@@ -41,11 +39,13 @@ from jax_grpo.stages import (
     abstract_params,
     compile_evaluation,
     compile_stage,
+    reward_columns,
 )
-from jax_grpo.step import init_state
 from jax_grpo.types import (
     Params,
+    PyTree,
     Rewards,
+    Rollout,
     Scores,
     TrainState,
 )
@@ -55,12 +55,29 @@ class Diverged(FloatingPointError):
     """More updates were not finite than the stage lets pass."""
 
 
+class Frozen(NamedTuple):
+    """The models that a stage holds and does not train, in the compute dtype."""
+
+    reference: Params | None = None  # where it does not move with the policy
+    reward_model: Params | None = None
+
+
+class Judged(NamedTuple):
+    """A rollout and what it is worth."""
+
+    rollout: Rollout
+    completions: Completions
+    rewards: Rewards  # [P, G, R]
+    logged: dict[str, list[float]]
+    extra: dict[str, list[Any]]
+
+
 def policy_step(
     model: Model,
     stage: Stage,
     run: Functions,
     state: TrainState,
-    reference: Params | None,
+    frozen: Frozen,
     step: int,
     dispatched: Callable[[], None],
 ) -> Taken:
@@ -71,30 +88,122 @@ def policy_step(
       stage: what to do.
       run: its compiled functions.
       state: donated.
-      reference: parameters of the reference model, where the algorithm needs one.
+      frozen: the models that are not trained.
       step: from 0; with the stage's seed it decides prompts and draws.
       dispatched: called while the device samples.
     """
-    assert stage.sampling is not None and stage.verifiers is not None
-    assert isinstance(stage.data, data.Prompts)
-    rows = _rows(stage, step)  # [P]
-    prompts = data.prompt_batch(stage.data, rows, stage.prompt_length)  # [P, L]
-    prompts = put_batch(prompts, model.mesh)
-    temperature = stage.sampling.temperature(step)
-    key = purpose_key(stage.seed, stage.number, TRAINING, step)
-    rollout = run.generate(
-        run.sampling_copy(state.params), prompts, key, temperature, stage.sampling.max_new_tokens
-    )  # [P, G, C]
+    sampler = run.sampling_copy(state.params)
+    rollout = _draw(model, stage, run, sampler, step)  # [P, G, C]
     layout = plan(rollout)
-    scores = Scores()
-    if reference is not None:
-        scores = Scores(reference_logps=run.score(reference, layout))  # [P, G, C]
+    scores = _ask(stage, run, state, frozen, layout)  # [P, G, C]
     dispatched()  # the update before this one has ended when it returns
     start = time.monotonic()
     completions = fetch(rollout)
     sampled = time.monotonic()
 
-    # Verifiers run here while the device scores the reference.
+    # Verifiers run here while the device scores.
+    judged = _judge(model, stage, run, frozen, rollout, completions, step)  # [P, G, R]
+    done = time.monotonic()
+    drawn, redraws = int(completions.lengths.sum()), 0
+    while (again := _unkept(stage, judged.rewards)).any() and redraws < stage.max_redraws:
+        redraws += 1
+        rollout = _draw(model, stage, run, sampler, step, redraws)
+        more = _judge(model, stage, run, frozen, rollout, fetch(rollout), step)
+        drawn += int(more.completions.lengths.sum())
+        judged = _refill(run, judged, more, again, _unkept(stage, more.rewards))
+    del sampler
+    rollout, completions, rewards, logged, extra = judged
+    if redraws:
+        layout = plan(rollout)
+        scores = _ask(stage, run, state, frozen, layout)
+    jax.block_until_ready(scores)  # the update needs them anyway
+    scored = time.monotonic()
+
+    state, measured, batch = _learn(stage, run, state, rollout, layout, rewards, scores)
+    names, weights = reward_columns(stage)
+    tokens = int(completions.lengths.sum())
+    prompt_tokens = int(np.sum(jax.device_get(rollout.prompts.lengths)))
+    values, valid = np.asarray(rewards.values), np.asarray(rewards.valid)
+    measured |= metrics.reward_metrics(values, valid, weights, names)
+    measured |= metrics.completion_metrics(completions.lengths, completions.truncated)
+    measured |= {name: sum(values) / len(values) for name, values in logged.items()}
+    if stage.algorithm.keep is not None:
+        measured["redraws"] = redraws
+    measured |= {
+        "temperature": float(rollout.temperature),
+        "tokens": tokens + prompt_tokens,
+        "sampled_tokens": drawn,
+        "tokens_per_second/rollout": tokens / max(sampled - start, 1e-9),
+        "seconds/rollout": sampled - start,
+        "seconds/rewards": done - sampled,
+        "seconds/reference": scored - done if scores != Scores() else 0.0,
+    }
+    return Taken(state, measured, batch, extra)
+
+
+def dataset_step(
+    model: Model,
+    stage: Stage,
+    run: Functions,
+    state: TrainState,
+    given: dataset.Given,
+    step: int,
+    dispatched: Callable[[], None],
+) -> Taken:
+    """One step on completions of the data set: the same way with another source."""
+    rows = data.row_indices(
+        (stage.seed, stage.number), step, dataset.num_rows(given), stage.prompts_per_step
+    )
+    rollout, rewards, scores = dataset.batch(model, stage, given, rows)  # [P, G, C]
+    tokens = int(rollout.lengths.sum() + rollout.prompts.lengths.sum())
+    state, measured, batch = _learn(stage, run, state, rollout, plan(rollout), rewards, scores)
+    dispatched()
+    return Taken(state, {**measured, "tokens": tokens}, batch)
+
+
+def _draw(
+    model: Model, stage: Stage, run: Functions, sampler: Params, step: int, redraw: int = 0
+) -> Rollout:
+    """Dispatches a step's rollout; the prompts of a redraw are others."""
+    assert stage.sampling is not None and isinstance(stage.data, data.Prompts)
+    count, P = len(stage.data.rows), stage.prompts_per_step
+    seed, key = (stage.seed, stage.number), purpose_key(stage.seed, stage.number, TRAINING, step)
+    rows = data.row_indices(seed, step, count, P)
+    if redraw:
+        rows = data.row_indices((*seed, step, redraw), 0, count, P)
+        key = jax.random.fold_in(key, redraw)
+    prompts = put_batch(data.prompt_batch(stage.data, rows, stage.prompt_length), model.mesh)
+    temperature = stage.sampling.temperature(step)
+    return run.generate(sampler, prompts, key, temperature, stage.sampling.max_new_tokens)
+
+
+def _ask(stage: Stage, run: Functions, state: TrainState, frozen: Frozen, layout: Layout) -> Scores:
+    """Dispatches what the algorithm's flags ask for, `[P, G, C]` each."""
+    wanted, scores = stage.algorithm, Scores()
+    if wanted.needs_reference:
+        reference: PyTree = state.reference if stage.moving_reference else frozen.reference
+        scores = scores._replace(reference_logps=run.logps(reference, layout))
+    if wanted.needs_proximal:
+        scores = scores._replace(proximal_logps=run.logps(state.params, layout))
+    if wanted.needs_critic:
+        scores = scores._replace(values=run.values(state.critic, layout))
+    return scores
+
+
+def _judge(
+    model: Model,
+    stage: Stage,
+    run: Functions,
+    frozen: Frozen,
+    rollout: Rollout,
+    completions: Completions,
+    step: int,
+) -> Judged:
+    """What the verifiers say, and the reward model, whose column is the last."""
+    assert stage.verifiers is not None and isinstance(stage.data, data.Prompts)
+    scores = None
+    if frozen.reward_model is not None:
+        scores = run.reward_scores(frozen.reward_model, plan(rollout))
     logged: dict[str, list[float]] = {}
     extra: dict[str, list[Any]] = {}
     rewards = judge(
@@ -105,67 +214,78 @@ def policy_step(
         trainer_state=SimpleNamespace(global_step=step, max_steps=stage.num_steps),
         log_metric=lambda name, value: logged.setdefault(name, []).append(float(value)),
         log_extra=lambda column, values: extra.update({column: list(values)}),
-    )  # [P, G, R]
-    judged = time.monotonic()
-    jax.block_until_ready(scores)  # the update needs them anyway
-    scored = time.monotonic()
-
-    experience, algorithm_state = run.experience(rollout, rewards, scores, state.algorithm_state)
-    state, batch = state._replace(algorithm_state=algorithm_state), (layout, experience)
-    state, measured = _updates(stage, run, state, batch)
-    names, weights = stage.verifiers.names, stage.verifiers.weights
-    tokens = int(completions.lengths.sum())
-    values, valid = np.asarray(rewards.values), np.asarray(rewards.valid)
-    measured |= metrics.reward_metrics(values, valid, weights, names)
-    measured |= metrics.completion_metrics(completions.lengths, completions.truncated)
-    measured |= {name: sum(values) / len(values) for name, values in logged.items()}
-    measured |= {
-        "temperature": temperature,
-        "tokens": tokens + sum(len(stage.data.token_ids[row]) for row in rows),
-        "tokens_per_second/rollout": tokens / max(sampled - start, 1e-9),
-        "seconds/rollout": sampled - start,
-        "seconds/rewards": judged - sampled,
-        "seconds/reference": scored - sampled if reference is not None else 0.0,
-    }
-    return Taken(state, measured, batch, extra)
+    )
+    if scores is not None:
+        column = np.asarray(scores)[..., None]
+        rewards = Rewards(
+            np.concatenate([rewards.values, column], axis=-1),
+            np.concatenate([rewards.valid, np.ones_like(column, bool)], axis=-1),
+        )
+    return Judged(rollout, completions, rewards, logged, extra)
 
 
-def dataset_step(
-    model: Model,
+def _unkept(stage: Stage, rewards: Rewards) -> np.ndarray:
+    """The groups that the algorithm would rather draw again, `[P]` bool."""
+    if stage.algorithm.keep is None:
+        return np.zeros(rewards.values.shape[0], bool)
+    return ~np.asarray(stage.algorithm.keep(rewards))
+
+
+def _refill(
+    run: Functions, some: Judged, more: Judged, again: np.ndarray, useless: np.ndarray
+) -> Judged:
+    """Puts groups of a redraw that are of use in the places of those that are not."""
+    P = len(again)
+    which, spare = np.arange(P), P + np.flatnonzero(~useless)
+    places = np.flatnonzero(again)[: len(spare)]
+    which[places] = spare[: len(places)]
+
+    def take(a: Any, b: Any) -> Any:
+        return np.concatenate([a, b])[which]
+
+    def column(a: list[Any], b: list[Any]) -> list[Any]:
+        G = len(a) // P
+        whole = [*a, *b]
+        return [value for p in which for value in whole[p * G : (p + 1) * G]]
+
+    return Judged(
+        run.choose(some.rollout, more.rollout, which),
+        Completions(*map(take, some.completions, more.completions)),
+        Rewards(*map(take, some.rewards, more.rewards)),
+        {
+            name: some.logged.get(name, []) + more.logged.get(name, [])
+            for name in {**some.logged, **more.logged}
+        },
+        {
+            name: column(some.extra[name], more.extra[name])
+            for name in some.extra.keys() & more.extra.keys()
+        },
+    )
+
+
+def _learn(
     stage: Stage,
     run: Functions,
     state: TrainState,
-    step: int,
-    dispatched: Callable[[], None],
-) -> Taken:
-    """One step on completions of the data set: the same way with another source."""
-    assert isinstance(stage.data, data.Demonstrations)
-    rows = _rows(stage, step)
-    rollout = data.demonstration_rollout(
-        stage.data, rows, stage.prompt_length, stage.completion_length
-    )
-    tokens = int(rollout.lengths.sum() + rollout.prompts.lengths.sum())
-    rollout = put_batch(rollout, model.mesh)
-    none = jnp.zeros((*rollout.lengths.shape, 0), jnp.float32)  # R = 0
-    rewards = Rewards(none, none.astype(bool))
-    experience, algorithm_state = run.experience(rollout, rewards, Scores(), state.algorithm_state)
-    state, batch = state._replace(algorithm_state=algorithm_state), (plan(rollout), experience)
+    rollout: Rollout,
+    layout: Layout,
+    rewards: Rewards,
+    scores: Scores,
+) -> tuple[TrainState, dict[str, Any], Batch]:
+    """Advantages and updates: what every step ends with."""
+    experience, algorithm_state = run.experience(rollout, rewards, scores, state.algorithm_state)
+    state, batch = state._replace(algorithm_state=algorithm_state), (layout, experience)
     state, measured = _updates(stage, run, state, batch)
-    dispatched()
-    return Taken(state, {**measured, "tokens": tokens}, batch)
-
-
-def _rows(stage: Stage, step: int) -> Any:
-    """Which rows of the data a step takes, `[P]`."""
-    seed = (stage.seed, stage.number)
-    return data.row_indices(seed, step, len(stage.data.rows), stage.prompts_per_step)
+    return state, measured, batch
 
 
 def _updates(
     stage: Stage, run: Functions, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, Any]]:
     """The optimizer steps over one batch: every minibatch in every pass."""
-    rate = stage.learning_rate(state.step)
+    rates = {"learning_rate": stage.learning_rate(state.step)}
+    if stage.critic is not None:
+        rates["critic/learning_rate"] = stage.critic.learning_rate(state.step)
     parts = run.split(batch) if stage.minibatches > 1 else [batch]
     seen = []
     for _ in range(stage.passes):
@@ -175,45 +295,46 @@ def _updates(
     # The sampler gap speaks of the first update: after it the policy has moved on.
     means = {name: sum(m[name] for m in seen) / len(seen) for name in seen[0]}
     first = {name: x for name, x in seen[0].items() if name.startswith("sampling/")}
-    if stage.algorithm.source == "dataset":
-        means = {name: x for name, x in means.items() if name not in first}
-        first = {}
-    return state, {**means, **first, "learning_rate": rate}
+    return state, {**means, **first, **rates}
 
 
-def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> tuple[Params, float]:
+class Ended(NamedTuple):
+    """How a stage ended."""
+
+    params: Params  # of the policy
+    measures: dict[str, float]  # on held-out rows of its own, and what it took
+
+
+def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> Ended:
     """Runs a stage to its end, from its beginning or from its newest checkpoint.
 
     Args:
       model: the model.
       stage: what to do.
-      params: float32, those that the stage begins with; given up to the updates.
+      params: float32, of the policy that the stage begins with; given up to the updates, unless
+        it is a reward model that is trained.
       workdir: for checkpoints, metrics and what is needed to find out why it went wrong.
-
-    Returns:
-      The parameters at its end, and the seconds that it took, earlier parts included.
 
     Raises:
       Diverged: when more than `max_skipped` updates were not finite.
     """
     run = compile_stage(model, stage)
     began = time.monotonic()
-    reference = run.reference_copy(params) if stage.algorithm.needs_reference else None
     manager = checkpoint.open_checkpoints(
         workdir / "checkpoints" / stage.name,
         every=stage.checkpoint_every,
         keep=stage.keep_checkpoints,
     )
     restored = checkpoint.restore_latest(manager, run.state)
-    if restored is not None:
-        start, state, meta = restored
-        jax.tree.map(lambda x: x.delete(), params)  # whoever called holds them still
-    else:
-        start, meta = 0, {"seconds": 0.0, "num_tokens": 0, "skipped": 0}
-        make = functools.partial(init_state, optimizer=stage.optimizer, algorithm=stage.algorithm)
-        shardings = jax.tree.map(lambda x: x.sharding, run.state)
-        state = jax.jit(make, donate_argnums=0, out_shardings=shardings)(params)
+    state, frozen = _models(stage, run, params, workdir, None if restored is None else restored[1])
+    kept = params if stage.algorithm.trains == "reward_model" else None
     del params
+    counts = {"seconds": 0.0, "num_tokens": 0, "sampled_tokens": 0, "optimizer_tokens": 0}
+    start, counts = (
+        (0, {**counts, "skipped": 0}) if restored is None else (restored[0], restored[2])
+    )
+    del restored
+    before = counts["seconds"]
     writers = metrics.open_writers(
         workdir,
         stage.name,
@@ -222,54 +343,97 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> tu
         log_every=stage.log_every,
     )
     pending: tuple[int, float, Taken] | None = None
-    skipped, tokens, before = meta["skipped"], meta["num_tokens"], meta["seconds"]
+    given: dataset.Given | None = None
 
     def finish() -> None:
         """Waits for the update that was dispatched last, writes its metrics and looks at them."""
-        nonlocal pending, skipped, tokens
+        nonlocal pending
         if pending is None:
             return
         (step, dispatched, taken), pending = pending, None
         jax.block_until_ready(taken.metrics["finite"])
         seconds = time.monotonic() - dispatched
-        new_tokens = taken.metrics.pop("tokens")
-        tokens += new_tokens
+        tokens = taken.metrics.pop("tokens")
+        counts["num_tokens"] += tokens
+        counts["optimizer_tokens"] += tokens * stage.passes
+        counts["sampled_tokens"] += taken.metrics.pop("sampled_tokens", 0)
+        rows = dataset.num_rows(given) if given else len(stage.data.rows)
         taken.metrics.update(
             {
-                "num_tokens": tokens,
-                "epoch": step * stage.prompts_per_step / len(stage.data.rows),
+                "num_tokens": counts["num_tokens"],
+                "epoch": step * stage.prompts_per_step / rows,
                 "seconds/update": seconds,
-                "tokens_per_second/update": new_tokens / max(seconds, 1e-9),
+                "tokens_per_second/update": tokens / max(seconds, 1e-9),
             }
         )
         if taken.extra and jax.process_index() == 0:
             # What rewards said by log_extra: a step that is taken again replaces its own file.
             write_json(workdir / "extra" / f"{stage.name}-{step}.json", taken.extra)
         values = writers.write(step, taken.metrics)
-        skipped += round((1 - values["finite"]) * stage.passes * stage.minibatches)
-        if skipped > stage.max_skipped:
+        counts["skipped"] += round((1 - values["finite"]) * stage.passes * stage.minibatches)
+        if counts["skipped"] > stage.max_skipped:
             manager.wait_until_finished()
             _stop(stage.name, step, taken, values, manager, workdir)
 
     def take(step: int) -> Taken:
+        nonlocal given
         if stage.algorithm.source == "policy":
-            return policy_step(model, stage, run, state, reference, step, finish)
-        return dataset_step(model, stage, run, state, step, finish)
+            return policy_step(model, stage, run, state, frozen, step, finish)
+        number, into_round = _round(stage, step)
+        new = {}
+        if given is None or into_round == 0:
+            finish()
+            policy = state.params if kept is None else kept
+            given = dataset.prepare(model, stage, run, policy, number, workdir)
+            if into_round == 0:
+                new = {**given.metrics, "sampled_tokens": given.sampled_tokens}
+        taken = dataset_step(model, stage, run, state, given, step, finish)
+        taken.metrics.update(new)
+        return taken
 
     try:
         for step in range(start, stage.num_steps):
             taken = take(step)
             state, pending = taken.state, (step + 1, time.monotonic(), taken)
+            if stage.moving_reference and (step + 1) % stage.moving_reference.every == 0:
+                state = run.move_reference(state)
             last = step + 1 == stage.num_steps
             if last or manager.should_save(step + 1):
                 finish()
-                seconds = before + time.monotonic() - began
-                meta = {"seconds": seconds, "num_tokens": tokens, "skipped": skipped}
-                checkpoint.save(manager, step + 1, state, meta, force=last)
+                counts["seconds"] = before + time.monotonic() - began
+                checkpoint.save(manager, step + 1, state, dict(counts), force=last)
+        measures = dataset.assess(model, stage, run, state.params)
     finally:
         writers.close()
         checkpoint.close(manager)
-    return state.params, before + time.monotonic() - began
+    took = {"seconds": before + time.monotonic() - began}
+    took |= {name: counts[name] for name in ("sampled_tokens", "optimizer_tokens")}
+    return Ended(state.params if kept is None else kept, {**measures, **took})
+
+
+def _models(
+    stage: Stage, run: Functions, params: Params, workdir: Path, restored: TrainState | None
+) -> tuple[TrainState, Frozen]:
+    """The state that a stage begins or goes on with, and the models that it does not train."""
+    frozen, reward_model = Frozen(), None
+    if stage.algorithm.needs_reference and stage.algorithm.source == "policy":
+        if stage.moving_reference is None:
+            frozen = frozen._replace(reference=run.frozen_copy(params))
+    if stage.reward_model is not None:
+        reward_model = stage.reward_model.read(workdir)
+        frozen = frozen._replace(reward_model=run.frozen_copy(reward_model))
+    if restored is None:
+        begins = stage.critic is not None and stage.critic.start == "reward_model"
+        return run.begin(params, reward_model if begins else None), frozen
+    if stage.algorithm.trains == "policy":
+        jax.tree.map(lambda x: x.delete(), params)  # whoever called holds them still
+    return restored, frozen
+
+
+def _round(stage: Stage, step: int) -> tuple[int, int]:
+    """The round of a stage that a step is in, and which of the round's steps it is."""
+    rounds = stage.collection.rounds if stage.collection else 1
+    return divmod(step, stage.num_steps // rounds)
 
 
 def _stop(
@@ -322,14 +486,24 @@ def train(
             if stage.name in summary["stages"]:
                 continue
             if params is None:
-                params = initial() if i == 0 else _params_after(model, stages[i - 1], workdir)
+                params = _params_before(model, initial, stages[:i], workdir)
             if "before" not in summary:
                 summary["before"] = measure(params, stage.seed)
                 save(summary)
-            params, seconds = train_stage(model, stage, params, workdir)
-            summary["stages"][stage.name] = {**measure(params, stage.seed), "seconds": seconds}
+            params, measures = train_stage(model, stage, params, workdir)
+            if stage.algorithm.trains == "policy":
+                measures = {**measure(params, stage.seed), **measures}
+            summary["stages"][stage.name] = measures
             save(summary)
     return summary
+
+
+def _params_before(
+    model: Model, initial: Callable[[], Params], finished: Sequence[Stage], workdir: Path
+) -> Params:
+    """The policy that the finished stages left."""
+    policies = [stage for stage in finished if stage.algorithm.trains == "policy"]
+    return _params_after(model, policies[-1], workdir) if policies else initial()
 
 
 def _params_after(model: Model, stage: Stage, workdir: Path) -> Params:

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_grpo.arrays import check_leads, check_same_shape, masked
+from jax_grpo.arrays import (
+    check_leads,
+    check_same_shape,
+    divide,
+    masked,
+    masked_sum,
+    sum_and_count,
+)
 
 
 def token_rewards(
@@ -140,6 +147,36 @@ def clipped_value_loss(
     plain = jnp.square(values - returns)
     within = jnp.square(jnp.clip(values, old - clip, old + clip) - returns)
     return 0.5 * jnp.maximum(plain, within), (within > plain).astype(jnp.float32)
+
+
+def unexplained_variance(
+    values: ArrayLike, returns: ArrayLike, mask: ArrayLike
+) -> tuple[Array, Array]:
+    """The share of the returns' variance that the critic does not explain: 0 at best.
+
+        Σ (R - V)² / Σ (R - mean(R))²
+
+    1 less what is called explained variance; a critic that says the mean everywhere has 1.
+
+    Args:
+        values: of the critic now, [..., C].
+        returns: its targets, [..., C].
+        mask: 1 where a token counts, [..., C].
+
+    Returns:
+        What is above the line and what is below; both [] float32.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    >>> values, returns = jnp.array([0.0, 1.0, 9.0]), jnp.array([0.0, 2.0, 9.0])
+    >>> [float(x) for x in unexplained_variance(values, returns, jnp.array([1, 1, 0]))]
+    [1.0, 2.0]
+    """
+    check_same_shape(values=values, returns=returns, mask=mask)
+    values, returns = masked(values, mask), masked(returns, mask)
+    mean = divide(*sum_and_count(returns, mask))
+    return jnp.sum(jnp.square(returns - values)), masked_sum(jnp.square(returns - mean), mask)
 
 
 def adapted_kl_coefficient(

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jax_grpo import advantages, algorithms
-from jax_grpo.algorithms import ADVANTAGES, dapo, grpo, make_reduction, reinforce_pp, rft, sft
+from jax_grpo.algorithms import dapo, grpo, reinforce_pp, rft, sft
+from jax_grpo.policy_gradient import ADVANTAGES, make_reduction
 from jax_grpo.types import (
     Algorithm,
     Experience,
@@ -54,6 +55,12 @@ from jax_grpo.types import (
         ({"kl_in": "reward_to_go", "kl_estimator": "k3_weighted"}, "not 'k3_weighted'"),
         ({"advantage": "mean_normalized", "standardize_each": True}, "not negative"),
         ({"advantage": "mean_normalized", "kl_in": "reward"}, "not negative"),
+        ({"importance_cap": 0.5}, "importance_cap is 0.5: it must be 0 .off. or at least 1"),
+        ({"importance_cap": float("nan")}, "importance_cap is nan"),
+        ({"importance_level": "product"}, "want an importance_cap"),
+        ({"importance_mode": "mask"}, "want an importance_cap"),
+        ({"importance_mode": "drop"}, "importance_mode 'drop' is not one of: truncate, mask"),
+        ({"importance_cap": 2.0, "importance_level": "word"}, "importance_level 'word'"),
     ],
     ids=str,
 )  # fmt: skip
@@ -140,6 +147,8 @@ def test_flags_say_what_is_needed():
     assert not grpo(kl_weight=0.0, kl_in="reward", kl_estimator="k1").needs_reference
     assert grpo(kl_in="reward", kl_estimator="k1").needs_reference
     assert not (sft().needs_critic or grpo().needs_critic or sft().keep or grpo().keep)
+    assert not grpo().needs_proximal and grpo(importance_cap=2.0).needs_proximal
+    assert sft().trains == grpo().trains == "policy"
     assert dapo().keep and not dapo(dynamic_sampling=False).keep
 
 
@@ -150,6 +159,38 @@ def test_every_advantage_goes_by_its_name():
     rewards, valid = jnp.array([1.0, 0.0]), jnp.ones(2, bool)
     biased = ADVANTAGES["standardized_biased"](rewards, valid)
     np.testing.assert_allclose(biased, [1, -1], rtol=1e-3)
+
+
+ALONE = Rewards(jnp.array([[[1.0]], [[3.0]], [[-2.0]]]), jnp.ones((3, 1, 1), bool))
+
+
+@pytest.mark.parametrize(
+    "name, settings, group",
+    [
+        *[("grpo", {"advantage": name}, 1 if name == "raw" else 2) for name in ADVANTAGES],
+        ("grpo", {"advantage": "raw", "standardize_each": True}, 2),
+        ("grpo", {"advantage": advantages.raw}, 1),
+        ("rloo", {}, 2),
+        ("gpg", {}, 2),
+        ("rft", {}, 1),
+        ("reinforce_pp", {}, 1),
+        ("reinforce_pp", {"advantage": "centered"}, 2),
+        ("reinforce_pp_baseline", {}, 2),
+    ],
+    ids=str,
+)
+def test_a_group_of_one_teaches_where_it_is_enough_and_nowhere_else(name, settings, group):
+    algorithm = getattr(algorithms, name)(**settings, kl_weight=0.0)
+    assert algorithm.group == group
+    rollout = jax.tree.map(lambda x: x[[0, 1, 0], :1] if x.ndim > 1 else x, ROLLOUT)
+    found, _ = algorithm.experience(rollout, ALONE, Scores(), ())
+    assert bool(jnp.any(found.advantages != 0)) == (group == 1)
+
+
+def test_dynamic_sampling_needs_a_group_to_vary():
+    assert dapo(advantage="raw").group == 2
+    assert dapo(advantage="raw", dynamic_sampling=False).group == 1
+    assert sft().group == 1
 
 
 def test_dapo_keeps_the_groups_that_vary():
@@ -313,7 +354,7 @@ def test_experience_of_a_slice_is_the_slice_of_the_experience(settings):
     for p in range(2):
         cut = lambda x: x[p : p + 1] if x.ndim else x  # noqa: B023, E731
         part, _ = algorithm.experience(*jax.tree.map(cut, (ROLLOUT, REWARDS, SCORES)), ())
-        for a, b in zip(part, whole, strict=True):
+        for a, b in zip(*map(jax.tree.leaves, (part, whole)), strict=True):
             np.testing.assert_allclose(a, b[p : p + 1], rtol=1e-6)
 
 
@@ -330,6 +371,131 @@ def test_sft_is_worth_1_wherever_the_data_speaks():
     # 1 + 3/2 + 1/2 + 1 + 1 + 2 + 3 = 10, of 7 completions
     by_sequence = sft(reduction="sequence_mean").loss(Outputs(logps), experience)["nll"]
     assert tuple(map(float, by_sequence)) == (10.0, 7.0, 1.0)
+
+
+def test_packed_rows_are_no_completions():
+    packed = ROLLOUT._replace(segments=jnp.zeros((2, 2), jnp.int32))
+    sft().experience(packed, REWARDS, Scores(), ())
+    with pytest.raises(ValueError, match="'sequence_mean' would mix its examples"):
+        sft(reduction="sequence_mean").experience(packed, REWARDS, Scores(), ())
+
+
+# --- Importance between sampler and trainer ------------------------------------------------------
+#
+# The training path finds the tokens of prompt 0 these times as likely as the sampler did; and of
+# prompt 1, whose sampler kept half of the mass, half as likely as it was for what was kept.
+
+GAP = np.array([[[3, 9], [2, 0.5], [0.5, 1], [9, 9]], [[1, 1], [1, 9], [9, 9], [1, 9]]])
+KEPT = np.array([1, 0.5])[:, None, None]
+CORRECTED = ROLLOUT._replace(kept_logmass=jnp.broadcast_to(jnp.log(KEPT), MASK.shape))
+PROXIMAL = SCORES._replace(proximal_logps=jnp.asarray(BEHAVIOR + np.log(GAP), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "settings, first, second",
+    [
+        ({}, [[2, 1], [2, 0.5], [0.5, 1]], [[0.5, 0.5], [0.5, 1], [1, 1], [0.5, 1]]),
+        ({"importance_mode": "mask"}, [[0, 1], [2, 0.5], [0.5, 1]], None),
+        # 3, then 2 · 0.5 and 0.5 · 1; 0.5 · 0.5, 0.5, of nothing 1
+        (
+            {"importance_level": "product"},
+            [[2, 2], [1, 1], [0.5, 0.5]],
+            [[0.25, 0.25], [0.5, 0.5], [1, 1], [0.5, 0.5]],
+        ),
+        # their roots
+        (
+            {"importance_level": "sequence"},
+            [[2, 2], [1, 1], [0.5**0.5, 0.5**0.5]],
+            [[0.5, 0.5], [0.5, 0.5], [1, 1], [0.5, 0.5]],
+        ),
+    ],
+    ids=str,
+)
+def test_importance_by_hand(settings, first, second):
+    algorithm = grpo(reward_weights=WEIGHTS, importance_cap=2.0, **settings)
+    found, _ = algorithm.experience(CORRECTED, REWARDS, PROXIMAL, ())
+    assert found.importance is not None
+    np.testing.assert_allclose(found.importance[0, :3], first, rtol=1e-5)
+    if second is not None:
+        np.testing.assert_allclose(found.importance[1], second, rtol=1e-5)
+    # the ratio is to the training path, and 1 in the first update
+    np.testing.assert_array_equal(found.behavior_logps, PROXIMAL.proximal_logps)
+    terms = algorithm.loss(Outputs(PROXIMAL.proximal_logps), found)
+    assert pair(terms["ratio"]) == pytest.approx((9, 9))
+    weight = np.asarray(found.importance)
+    policy = -np.sum(np.where(JUDGED, weight * np.asarray(found.advantages)[..., None], 0), -1)
+    means = policy / np.maximum(JUDGED.sum(-1), 1)  # five of six have a token that is judged
+    assert pair(terms["policy_loss"]) == pytest.approx((means.sum(), 6), rel=1e-5)
+    ratio = "sampling/importance_sampling_ratio"
+    assert pair(terms[f"{ratio}/mean"]) == pytest.approx((weight[JUDGED].sum(), 9), rel=1e-5)
+    lost = 0.0 if settings.get("importance_mode") == "mask" else 2.0
+    assert pair(terms[f"{ratio}/capped"]) == ((weight[JUDGED] == lost).sum(), 9)
+
+
+def test_importance_off_is_as_if_it_were_not_there():
+    found, _ = grpo().experience(CORRECTED, REWARDS, PROXIMAL, ())
+    assert found.importance is None
+    np.testing.assert_array_equal(found.behavior_logps, BEHAVIOR)
+    with pytest.raises(ValueError, match="proximal log-probs are needed"):
+        grpo(importance_cap=2.0).experience(CORRECTED, REWARDS, SCORES, ())
+
+
+def test_importance_weighs_the_policy_and_not_its_kl():
+    settings: dict[str, Any] = {"reduction": "token_mean", "kl_weight": 0.3, "importance_cap": 2.0}
+    weight = jnp.array([[[2.0, 1.0], [0.5, 1.0], [2.0, 7.0], [7.0, 7.0]]])
+    terms = grpo(**settings).loss(OUTPUTS, HAND._replace(importance=weight))
+    assert pair(terms["policy_loss"]) == pytest.approx((-4.8 - 1 + 0.4 + 4 + 2, 5), rel=1e-5)
+    assert pair(terms["kl"]) == pytest.approx((K3.sum(), 5), rel=1e-5)
+    # one ratio for a completion, a weight for each of its tokens
+    by_sequence = grpo(ratio_level="sequence", **settings)
+    terms = by_sequence.loss(OUTPUTS, HAND._replace(importance=weight))
+    expected = -2 * np.sqrt(0.75) * 3 + np.sqrt(2) * 1.5 + 2
+    assert pair(terms["policy_loss"]) == pytest.approx((expected, 5), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "length, level, exact", [(1, "token", True), (2, "product", True), (2, "token", False)]
+)
+def test_corrected_top_k_has_the_exact_gradient_of_what_was_kept(length, level, exact):
+    """Every completion that top-3 of five tokens lets through, each as often as it is drawn.
+
+    Exact is the gradient of Σ π(y) r(y) over these. A sampler that is not quite the policy draws.
+    """
+    vocabulary, kept = 5, np.array([0, 2, 3])
+    theta = jnp.array([[0.3, -1.0, 0.8, 0.1, -0.4]] * length) * jnp.arange(1, length + 1)[:, None]
+    sampler = jax.nn.log_softmax(theta + 0.1 * jnp.sin(jnp.arange(vocabulary)))
+    places = np.arange(length)
+    tokens = np.stack(np.meshgrid(*[kept] * length), axis=-1).reshape(-1, 1, length)
+    logmass = jax.nn.logsumexp(sampler[:, kept], axis=-1)
+    behavior, worth = sampler[places, tokens], 1.0 + np.sin(tokens.sum(-1) + tokens[..., 0])
+    drawn = jnp.exp(jnp.sum(behavior - logmass, axis=-1))  # [P, 1]
+    np.testing.assert_allclose(drawn.sum(), 1, rtol=1e-5)
+
+    def logps_of(theta):
+        return jax.nn.log_softmax(theta)[places, tokens]
+
+    algorithm = grpo(
+        advantage="raw", kl_weight=0.0, reduction="constant_length", reduction_length=1,
+        importance_cap=1e6, importance_level=level,
+    )  # fmt: skip
+    count = len(tokens)
+    rollout = Rollout(
+        PromptBatch(jnp.ones((count, 1)), jnp.ones(count), jnp.arange(count)),
+        jnp.asarray(tokens), jnp.full((count, 1), length), jnp.ones(tokens.shape, bool), behavior,
+        jnp.broadcast_to(logmass, tokens.shape), jnp.zeros((count, 1), bool), jnp.float32(1),
+    )  # fmt: skip
+    # Advantages are raw, so that a completion's frequency can go into its reward.
+    rewards = Rewards((drawn * worth)[..., None], jnp.ones((count, 1, 1), bool))
+
+    def corrected(x):
+        scores = Scores(proximal_logps=logps_of(theta))
+        experience, _ = algorithm.experience(rollout, rewards, scores, ())
+        return algorithm.loss(Outputs(logps_of(x)), experience)["policy_loss"].sum
+
+    found = jax.jit(jax.grad(corrected))(theta)
+    expected = jax.grad(lambda x: -jnp.sum(jnp.exp(logps_of(x).sum(-1)) * worth))(theta)
+    gap = jnp.max(jnp.abs(found - expected))
+    assert gap < 1e-6 if exact else gap > 1e-2
 
 
 # --- Loss by hand --------------------------------------------------------------------------------

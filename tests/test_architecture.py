@@ -23,33 +23,50 @@ LAYERS = {
     "logprobs": 1,
     "sampling": 1,
     "rewards": 1,
+    "policy_gradient": 2,
     "algorithms": 2,
     "models": 2,
     "sharding": 2,
     "rows": 2,
-    "data": 2,
+    "encoding": 2,
     "arithmetic": 2,
+    "data": 3,
     "rollout": 3,
     "scoring": 3,
+    "packing": 4,
     "step": 4,
     "optimizer": 4,
     "checkpoint": 4,
     "metrics": 4,
     "evaluate": 4,
     "stages": 5,
-    "train": 6,
-    "commands": 7,
-    "__main__": 7,
+    "memory": 6,
+    "study": 6,
+    "collect": 6,
+    "dataset": 7,
+    "train": 8,
+    "commands": 9,
+    "__main__": 9,
 }
 # Here a module may import its neighbours.
 FAMILIES = {
     "models": "models",
     "rewards": "rewards",
+    "policy_gradient": "algorithms",
+    "algorithms": "algorithms",
     "commands": "commands",
     "__main__": "commands",
 }
 
-NEVER_SEE_A_MODEL = ("losses", "kl", "preference", "value", "advantages", "algorithms")
+NEVER_SEE_A_MODEL = (
+    "losses",
+    "kl",
+    "preference",
+    "value",
+    "advantages",
+    "policy_gradient",
+    "algorithms",
+)
 
 
 def _name(path: Path) -> str:

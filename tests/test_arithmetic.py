@@ -127,6 +127,50 @@ def test_demonstrations_of_no_share():
         arithmetic.demonstrations(count=1, thinking_share=1.5)
 
 
+def boxed(completion: str) -> str:
+    return re.fullmatch(r".*\\boxed\{(\d+)\}", completion)[1]  # type: ignore[index]
+
+
+def test_preferences_pay_for_padding_and_not_for_being_right():
+    rows = arithmetic.preferences("train", 1000, seed=5, padded_share=0.75, max_padding=3)
+    tokenizer = arithmetic.tokenizer()
+    size = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
+    repeats = set()
+    won = 0
+    for row in rows:
+        right = str(partials(row["prompt"])[-1])
+        if boxed(row["chosen"]) == right:
+            won += 1
+            assert boxed(row["rejected"]) != right
+            assert size(row["chosen"]) == size(row["rejected"])
+            continue
+        assert boxed(row["rejected"]) == right
+        thoughts = re.findall(r"[^<>;]+=\d+", row["chosen"])
+        steps = len(partials(row["prompt"])) - 1
+        assert set(thoughts[steps:]) == {thoughts[steps - 1]}
+        repeats.add(len(thoughts) - steps)
+        assert row["chosen"].count("=") > row["rejected"].count("=")
+        assert size(row["chosen"]) > size(row["rejected"])
+    assert won == 250
+    assert repeats == {1, 2, 3}
+    # at once and after thinking alike, so that thinking is not what decides
+    thinks = [row["rejected"].startswith("<thinking>") for row in rows]
+    assert 0.4 < sum(thinks) / len(rows) < 0.6
+    assert rows == arithmetic.preferences("train", 1000, seed=5, padded_share=0.75, max_padding=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"padded_share": -0.1}, "padded_share must be within 0 and 1: -0.1"),
+        ({"max_padding": 0}, "max_padding must be at least 1: 0"),
+    ],
+)
+def test_preferences_of_bad_numbers(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arithmetic.preferences(count=2, **arguments)
+
+
 def test_tokenizer_encodes_by_character_and_by_tag():
     tokenizer = arithmetic.tokenizer()
     assert tokenizer.tokenize(r"7+5=?<thinking>12;</thinking>\boxed{9}") == [

@@ -14,6 +14,7 @@ from jax_grpo import arithmetic, data
 from jax_grpo.rows import load_rows
 
 WORDS = "<pad> <s> </s> <|user|> <|assistant|> <|system|> <unk> a b c d e ab".split()
+WORDS += ["<|tool|>", "<think>", "</think>", "\n", " "]
 ID = {word: i for i, word in enumerate(WORDS)}
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}"
@@ -36,7 +37,7 @@ def llama_like(start: bool = True, end: bool = False, template: str | None = TEM
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.WordLevel(ID, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"ab|[\s\S]"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"ab|</?think>|[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     single = f"{'<s> ' if start else ''}$A{' </s>' if end else ''}"
     backend.post_processor = processors.TemplateProcessing(
@@ -47,7 +48,7 @@ def llama_like(start: bool = True, end: bool = False, template: str | None = TEM
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        additional_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
+        additional_special_tokens=["<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"],
     )
     tokenizer.chat_template = template
     return tokenizer
@@ -319,7 +320,15 @@ def test_prompts_that_do_not_fit_give_one_line(rows, options, message):
     assert "\n" not in str(error.value)
 
 
-USER = {"role": "user", "content": "a"}
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+USER = user("a")
 
 
 def test_chats_need_a_chat_template():
@@ -352,30 +361,34 @@ def demonstrations(rows, tokenizer=None, lengths=(100, 100), end_id=END, **optio
 def test_demonstrations_end_with_the_end_token():
     shown = demonstrations([{"prompt": "d", "completion": "abc"}])
     assert shown.prompt_ids == [ids("<s> d")]
-    assert shown.completion_ids == [[*ids("ab c"), END]]
+    assert shown.completion_ids == [[[*ids("ab c"), END]]]
+    assert (shown.counts, shown.rewards) == (None, None)
 
 
 def test_a_completion_never_changes_the_tokens_of_its_prompt():
     """Together "a" and "bc" would be the tokens "ab" and "c", which generation never sees."""
     shown = demonstrations([{"prompt": "a", "completion": "bc"}])
     assert shown.prompt_ids == [ids("<s> a")]
-    assert shown.completion_ids == [[*ids("b c"), END]]
+    assert shown.completion_ids == [[[*ids("b c"), END]]]
 
 
 def test_demonstrations_of_chats():
-    messages = [{"role": "user", "content": "d"}]
+    messages = [user("d")]
     rows = [
-        {"prompt": messages, "completion": [{"role": "assistant", "content": "ab"}]},
+        {"prompt": messages, "completion": [assistant("ab")]},
         {"prompt": messages, "completion": "c"},
+        {"messages": [user("d"), assistant("e")]},
+        {"prompt": "of ultrachat", "messages": [user("d"), assistant("e")]},
     ]
     shown = demonstrations(rows, end_id=ID["</s>"])
-    assert shown.prompt_ids == [ids("<s> <|user|> d </s> <|assistant|>")] * 2
-    assert shown.completion_ids == [ids("ab </s>"), ids("c </s>")]
+    assert shown.prompt_ids == [ids("<s> <|user|> d </s> <|assistant|>")] * 4
+    assert shown.completion_ids == [[ids(f"{said} </s>")] for said in ("ab", "c", "e", "e")]
+    assert shown.counts is None
 
 
 def test_an_end_token_in_the_text_is_not_doubled():
     shown = demonstrations([{"prompt": "d", "completion": "c</s>"}], end_id=ID["</s>"])
-    assert shown.completion_ids == [ids("c </s>")]
+    assert shown.completion_ids == [[ids("c </s>")]]
 
 
 def test_long_demonstrations_are_dropped_with_a_warning(caplog):
@@ -392,16 +405,238 @@ def test_long_demonstrations_are_dropped_with_a_warning(caplog):
 
 
 @pytest.mark.parametrize(
-    ("completion", "message"),
+    ("row", "message"),
     [
-        (None, "the completion of row 0 is not text or one assistant message: missing"),
-        (3, "message: 3"),
-        ([{"role": "user", "content": "a"}], "is not text or one assistant message"),
+        ({"prompt": "a"}, "row 0 has no column 'completion'; it has: prompt"),
+        ({"prompt": "a", "completion": None}, "completion of row 0 is neither text nor messages"),
+        ({"prompt": "a", "completion": 3}, "that begin and end with the assistant's: 3"),
+        ({"prompt": "a", "completion": [USER]}, "that begin and end with the assistant's"),
+        (
+            {"prompt": "a", "completion": [assistant("b"), USER]},
+            "that begin and end with the assistant's",
+        ),
+        (
+            {"prompt": "a", "completion": [assistant([3])]},
+            "that begin and end with the assistant's",
+        ),
+        (
+            {"prompt": "a", "completion": [assistant("b")] * 2},
+            "row 0 has several turns after a plain text: they need a chat",
+        ),
+        ({"messages": [USER]}, "messages of row 0 are no prompt and then an assistant's turn"),
+        ({"messages": "a"}, "messages of row 0 are no prompt and then an assistant's turn: 'a'"),
+        (
+            {"messages": [assistant("b")]},
+            "messages of row 0 are no prompt and then an assistant's turn",
+        ),
     ],
 )
-def test_bad_completions_give_one_line(completion, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        demonstrations([{"prompt": "a", "completion": completion}])
+def test_bad_completions_give_one_line(row, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        demonstrations([row])
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------- several turns
+
+EACH = "{% for m in messages %}<|{{ m.role }}|>"
+ASSISTANT_NEXT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHATML = EACH + "\n{{ m.content }}</s>\n{% endfor %}" + ASSISTANT_NEXT.replace("t|>", "t|>\n")
+TRIMMING = "<s>" + EACH + "{{ m.content | trim }}</s>{% endfor %}" + ASSISTANT_NEXT
+SPACED = EACH + "{{ m.content }} </s><s>{% endfor %}" + ASSISTANT_NEXT
+# As Qwen3's: thoughts are taken out of all turns but the last.
+FORGETTING = (
+    EACH + "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}"
+    "{% endif %}</s>{% endfor %}" + ASSISTANT_NEXT
+)
+
+
+def test_only_the_assistants_turns_count():
+    rows = [
+        {"prompt": [user("d")], "completion": [assistant("ab"), user("c"), assistant("de")]},
+        {"prompt": [user("d")], "completion": "e"},
+    ]
+    shown = demonstrations(rows, end_id=ID["</s>"])
+    assert shown.prompt_ids == [ids("<s> <|user|> d </s> <|assistant|>")] * 2
+    assert shown.completion_ids == [
+        [ids("ab </s> <|user|> c </s> <|assistant|> d e </s>")],
+        [ids("e </s>")],
+    ]
+    assert shown.counts == [[[c == "x" for c in "xx....xxx"]], [[True, True]]]
+    whole = [{"messages": [*row["prompt"], *row["completion"]]} for row in rows[:1]]
+    assert demonstrations(whole, end_id=ID["</s>"]).completion_ids == shown.completion_ids[:1]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, CHATML, TRIMMING, SPACED, FORGETTING])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_conversation_is_what_the_template_writes(template, seed):
+    """The tokens are the whole text's, those that count are what the assistant said."""
+    draw = np.random.default_rng(seed)
+    text = lambda: "".join(draw.choice(list("cde"), draw.integers(1, 5)))  # noqa: E731
+    messages = [user(text())]
+    for _ in range(draw.integers(2, 5)):
+        messages += [assistant(text()), {"role": draw.choice(["user", "tool"]), "content": text()}]
+    messages.append(assistant(text()))
+    tokenizer = llama_like(template=template)
+    shown = demonstrations([{"messages": messages}], tokenizer, end_id=ID["</s>"])
+
+    (prompt,), ((completion,),), ((counts,),) = shown[0], shown[1], shown.counts
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    whole = whole[: whole.rindex("</s>")].rstrip(" ") + "</s>"
+    assert prompt + completion == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert prompt == tokenizer.apply_chat_template(
+        messages[:1], add_generation_prompt=True, return_dict=False
+    )
+    said = [token for token, counted in zip(completion, counts, strict=True) if counted]
+    turns = tokenizer.decode(said).replace(" ", "").split("</s>")
+    assert turns == [m["content"] for m in messages if m["role"] == "assistant"] + [""]
+
+
+def test_a_template_may_trim_what_was_said():
+    row = {"prompt": [user("d")], "completion": [assistant(" c\n"), user("e"), assistant(" c")]}
+    shown = demonstrations([row], llama_like(template=TRIMMING), end_id=ID["</s>"])
+    last = [ID[" "], *ids("c </s>")]  # as the data have it
+    expected = ids("c </s> <|user|> e </s> <|assistant|>")
+    assert shown.completion_ids == [[[*expected, *last]]]
+
+
+def test_a_later_turn_begins_where_generation_would():
+    """Where the generation prompt ends in "a", what is said is "b", never half of "ab"."""
+    template = EACH.replace("<|{{ m.role }}|>", "{{ 'a' if m.role == 'assistant' else '' }}")
+    template += "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    row = {"prompt": [user("d")], "completion": [assistant("b"), user("c"), assistant("b")]}
+    shown = demonstrations([row], llama_like(template=template), end_id=ID["</s>"])
+    assert shown.prompt_ids == [ids("d </s> a")]
+    assert shown.completion_ids == [[ids("b </s> c </s> a b </s>")]]
+    assert shown.counts == [[[c == "x" for c in "xx...xx"]]]
+
+
+@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}])
+def test_tool_calls_are_said_as_the_template_writes_them(content):
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content or '' }}{{ m.tool_calls }}")
+    call = {"role": "assistant", "tool_calls": "de", **content}
+    result = {"role": "tool", "content": "c"}
+    row = {"prompt": [user("d")], "completion": [call, result, assistant("a"), user("b"), call]}
+    shown = demonstrations([row], llama_like(template=template), end_id=ID["</s>"])
+    first, second = ids("d e </s> <|tool|> c </s> <|assistant|>"), ids("a </s> <|user|> b </s>")
+    assert shown.completion_ids == [[[*first, *second, *ids("<|assistant|> d e </s>")]]]
+    assert shown.counts == [[[c == "x" for c in "xxx....xx....xxx"]]]
+
+
+def test_one_turn_keeps_its_thoughts_whatever_the_template_does():
+    row = {"prompt": [user("d")], "completion": [assistant("<think>a</think>b")]}
+    shown = demonstrations([row], llama_like(template=FORGETTING), end_id=ID["</s>"])
+    assert shown.completion_ids == [[ids("<think> a </think> b </s>")]]
+
+
+@pytest.mark.parametrize(
+    ("template", "first"),
+    [
+        (FORGETTING, "<think>a</think>b"),
+        (TEMPLATE.replace("{{ eos_token }}", ""), "b"),  # nothing ends a turn
+        ("{% if messages | length > 1 %}d{% else %}e{% endif %}" + TEMPLATE, "b"),
+        (TEMPLATE.replace("%}<|assistant|>{", "%}<|assistant|><think>{"), "b"),
+    ],
+)
+def test_a_template_that_changes_turns_is_refused(template, first):
+    row = {"prompt": [user("d")], "completion": [assistant(first), user("c"), assistant("e")]}
+    with pytest.raises(ValueError, match="does not keep the turns of row 0 as they were") as error:
+        demonstrations([row], llama_like(template=template), end_id=ID["</s>"])
+    assert "\n" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------------- pairs
+
+
+def pairs(rows, lengths=(100, 100), tokenizer=None, **options):
+    return data.encode_pairs(rows, tokenizer or llama_like(), ID["</s>"], *lengths, **options)
+
+
+def test_pairs_are_groups_of_two_with_the_chosen_first():
+    shown = pairs([{"prompt": "d", "chosen": "abc", "rejected": "e"}])
+    assert shown.prompt_ids == [ids("<s> d")]
+    assert shown.completion_ids == [[ids("ab c </s>"), ids("e </s>")]]
+    assert (shown.counts, shown.rewards, shown.dropped) == (None, None, 0)
+
+
+D, AB, C = user("d"), assistant("ab"), user("c")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [D], "chosen": [assistant("e")], "rejected": "b"},
+        {"chosen": [D, assistant("e")], "rejected": [D, assistant("b")]},
+        {"prompt": "d", "chosen": [D, assistant("e")], "rejected": [D, assistant("b")]},
+    ],
+)
+def test_pairs_of_chats(row):
+    shown = pairs([row])
+    assert shown.prompt_ids == [ids("<s> <|user|> d </s> <|assistant|>")]
+    assert shown.completion_ids == [[ids("e </s>"), ids("b </s>")]]
+    assert shown.counts is None
+
+
+def test_pairs_of_conversations_begin_where_they_part():
+    rows = [
+        {"chosen": [D, AB, C, assistant("e")], "rejected": [D, AB, C, assistant("b")]},
+        {"chosen": [D, AB, C, assistant("e")], "rejected": [D, assistant("b")]},
+        {"chosen": [D, AB], "rejected": [D, AB, C, assistant("e")]},
+    ]
+    shown = pairs(rows)
+    short, long = "<s> <|user|> d </s> <|assistant|>", "ab </s> <|user|> c </s> <|assistant|>"
+    assert shown.prompt_ids == [ids(f"{short} {long}"), ids(short), ids(short)]
+    assert shown.completion_ids == [
+        [ids("e </s>"), ids("b </s>")],
+        [ids(f"{long} e </s>"), ids("b </s>")],
+        [ids("ab </s>"), ids(f"{long} e </s>")],
+    ]
+    turns = [c == "x" for c in "xx....xx"]
+    assert shown.counts == [[[True] * 2] * 2, [turns, [True] * 2], [[True] * 2, turns]]
+
+
+def test_pairs_that_teach_nothing_or_are_too_long_are_dropped(caplog):
+    rows = [
+        {"prompt": "d", "chosen": "c", "rejected": "c</s>", "margin": 1},
+        {"prompt": "d", "chosen": "c", "rejected": "ab", "margin": "2.5"},
+        {"prompt": "d", "chosen": "c", "rejected": "ccc", "margin": 3},
+        {"prompt": "dd", "chosen": "a", "rejected": "c", "margin": 4},
+    ]
+    shown = pairs(rows, (2, 3))
+    assert shown.rows == [rows[1]] and shown.dropped == 3
+    assert shown.rewards == [[2.5, 0.0]]
+    assert caplog.messages == [
+        "dropped 1 of 4 pairs whose two completions are the same: they teach nothing",
+        "dropped 2 of 3 rows with prompts longer than 2 tokens or completions longer than 3",
+    ]
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no rows"),
+        ([{"prompt": "a", "completion": "b"}], "row 0 has no column 'chosen'; it has: prompt, com"),
+        ([PAIR, {"prompt": "a", "chosen": "b"}], "row 1 has no column 'rejected'"),
+        ([PAIR, {"chosen": "ab", "rejected": "ac"}], "row 1 has no column 'prompt'"),
+        ([{"chosen": [D, AB], "rejected": [C, AB]}], "do not begin with the same message"),
+        ([{"chosen": [D, AB], "rejected": [D]}], "do not begin with the same message and then go"),
+        ([{"chosen": [D, AB, C], "rejected": [D, AB, D]}], "chosen of row 0 is neither text nor"),
+        ([PAIR, {**PAIR, "rejected": 3}], "rejected of row 1 is neither text nor messages"),
+        ([{**PAIR, "rejected": "b"}] * 2, "no rows left: dropped all 2 pairs whose two completio"),
+        ([PAIR, {**PAIR, "margin": 1}], "row 0 has no column 'margin'"),
+        ([{**PAIR, "margin": None}], "the margin of row 0 is not a finite number: None"),
+        ([{**PAIR, "margin": "nan"}], "the margin of row 0 is not a finite number: 'nan'"),
+        ([{**PAIR, "margin": "much"}], "the margin of row 0 is not a finite number: 'much'"),
+        ([{**PAIR, "prompt": ""}], "the prompt of row 0 is empty"),
+    ],
+)
+def test_bad_pairs_give_one_line(rows, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        pairs(rows, tokenizer=llama_like(start=False))
+    assert "\n" not in str(error.value)
 
 
 # --------------------------------------------------------------------------- the step's arrays
@@ -438,11 +673,36 @@ def test_demonstration_rollout():
     assert rollout.completion_ids.dtype == rollout.lengths.dtype == np.int32
 
 
+def test_demonstration_rollout_of_groups_with_holes():
+    rows = [
+        {"prompt": [D], "chosen": [AB, C, assistant("e")], "rejected": "c", "margin": 0.5},
+        {"prompt": [D], "chosen": "e", "rejected": "ab", "margin": 2},
+    ]
+    shown = pairs(rows)
+    rollout = data.demonstration_rollout(shown, np.array([1, 0, 1]), 6, 9)
+    assert rollout.prompts.token_ids.shape == (3, 6)
+    np.testing.assert_array_equal(rollout.lengths, [[2, 2], [8, 2], [2, 2]])
+    mask = ["xx.......", "xx.......", "xx....xx.", "xx.......", "xx.......", "xx......."]
+    np.testing.assert_array_equal(
+        rollout.mask, np.array([[c == "x" for c in row] for row in mask]).reshape(3, 2, 9)
+    )
+    assert rollout.mask.dtype == bool
+    chosen = ids("ab </s> <|user|> c </s> <|assistant|> e </s> <pad>")
+    np.testing.assert_array_equal(rollout.completion_ids[1, 0], chosen)
+
+    rewards = data.demonstration_rewards(shown, np.array([1, 0, 1]))
+    np.testing.assert_array_equal(rewards.values, [[[2], [0]], [[0.5], [0]], [[2], [0]]])
+    assert rewards.values.dtype == np.float32 and rewards.valid.dtype == bool
+    assert rewards.valid.shape == (3, 2, 1) and rewards.valid.all()
+    silent = data.demonstration_rewards(shown._replace(rewards=None), np.array([1, 0, 1]))
+    assert silent.values.shape == silent.valid.shape == (3, 2, 0)
+
+
 def test_the_quickstart_from_rows_to_text():
     tokenizer = arithmetic.tokenizer()
     rows = load_rows(source="jax_grpo.arithmetic.demonstrations", count=50)
     shown = data.encode_demonstrations(rows, tokenizer, tokenizer.eos_token_id, 13, 50)
-    texts = data.completion_texts(tokenizer, shown.completion_ids)
+    texts = data.completion_texts(tokenizer, [group[0] for group in shown.completion_ids])
     assert texts == [row["completion"] for row in rows]
     assert data.completion_texts(tokenizer, shown.prompt_ids) == [row["prompt"] for row in rows]
 

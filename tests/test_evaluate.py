@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from jax_grpo import arithmetic
 from jax_grpo.data import Prompts
-from jax_grpo.evaluate import Completions, Verifiers, evaluate, fetch, judge
+from jax_grpo.evaluate import Completions, Verifiers, evaluate, fetch, judge, pass_at_k
 from jax_grpo.rewards.contract import RewardError
 from jax_grpo.types import PromptBatch, Rollout
 
@@ -220,3 +221,72 @@ def test_a_measure_that_nobody_answers_is_0():
         measures={"accuracy": "nothing"},
     )
     assert (found["accuracy"], found["accuracy_greedy"]) == (0, 0)
+
+
+# --- Several completions of each prompt ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_subsets_with_one_that_is_right(n):
+    """By enumeration: of all ways to take k of the n completions."""
+    for k, c in itertools.product(range(1, n + 1), range(n + 1)):
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert pass_at_k(n, c, k) == pytest.approx(np.mean([any(s) for s in subsets]))
+
+
+def test_pass_at_k_has_the_shape_of_c():
+    found = pass_at_k(4, np.array([[0, 1], [2, 4]]), 1)
+    np.testing.assert_allclose(found, [[0, 0.25], [0.5, 1]])
+    # of 200 completions, C(200, 100) is far beyond what floats multiply up to
+    assert pass_at_k(200, 1, 100) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_pass_at_k_of_too_few_is_refused(k):
+    with pytest.raises(ValueError, match=f"pass@{k} needs 1 to n completions .* n is 2"):
+        pass_at_k(2, 0, k)
+
+
+def groups_of(said: Sequence[Sequence[str]]) -> Any:
+    """A policy that gives the completions `said[row]` of each prompt."""
+
+    def generate(params: Any, prompts: PromptBatch, key: Any) -> Rollout:
+        rows = np.asarray(prompts.rows) % len(said)
+        made = completions(rows.tolist(), [[[*ids(x), END] for x in said[row]] for row in rows])
+        rest: Any = (made.ids, made.lengths, None, None, None, made.truncated, None)
+        return Rollout(prompts, *rest)
+
+    return generate
+
+
+def test_groups_by_hand():
+    # of 3 each: all right, one right and one that has no say, none right
+    said = [["0", "0", "0"], ["9", "1", ""], ["7", "8", "9"]]
+    right = lambda completions, answer, **_: [  # noqa: E731
+        None if not c else float(c == a) for c, a in zip(completions, answer, strict=True)
+    ]
+    found = evaluate(
+        groups_of(said),
+        groups_of([["0"], ["0"], ["2"]]),
+        "params",  # type: ignore[arg-type]
+        "key",  # type: ignore[arg-type]
+        Prompts(*(part[:3] for part in PROMPTS[:3]), 0),
+        Verifiers((right,), ("right",), (1.0,)),
+        TOKENIZER,
+        batch=2,
+        prompt_length=4,
+        measures={"accuracy": "right"},
+        pass_at=(1, 2, 3),
+    )
+    assert found == pytest.approx(
+        {
+            "accuracy": 4 / 8,
+            "accuracy_pass@1": (1 + 1 / 3 + 0) / 3,
+            "accuracy_pass@2": (1 + 2 / 3 + 0) / 3,
+            "accuracy_pass@3": (1 + 1 + 0) / 3,
+            "mean_length": (8 * 2 + 1) / 9,
+            "truncated": 0,
+            "accuracy_greedy": 2 / 3,
+            "mean_length_greedy": 2.0,
+        }
+    )

@@ -20,7 +20,11 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from jax_grpo.models import export, hf
 from jax_grpo.models.config import LlamaConfig, RopeScaling, config_from_hf, config_to_hf
+from jax_grpo.models.heads import from_policy, scalar_axes
 from jax_grpo.models.llama import forward, head, init_params, param_axes
+from jax_grpo.models.names import expected_tensors
+from jax_grpo.scoring import Layout, reward_scores
+from jax_grpo.types import PromptBatch
 
 FIXTURES = Path(__file__).parent / "fixtures"
 KINDS = sorted(path.stem.removeprefix("llama_") for path in FIXTURES.glob("llama_*.npz"))
@@ -284,6 +288,124 @@ def test_loaded_parameters_can_be_donated(exported: Path) -> None:
     update = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
     assert_same(update(loaded), jax.tree.map(lambda x: x + 1, make_params()))
     assert_same(hf.load_model(exported, shardings=spread).params, make_params())
+
+
+# ------------------------------------------------------------------------------ reward models
+
+QWEN2 = dataclasses.replace(TINY, qkv_bias=True)
+TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
+
+
+def make_reward_model(config: LlamaConfig = TINY) -> Any:
+    return from_policy(config, make_params(config), jax.random.key(2))
+
+
+def export_reward_model(directory: Path, config: LlamaConfig = TINY, **settings: Any) -> Path:
+    settings = {"tokenizer": make_tokenizer(), "end_ids": (0,), "dtype": jnp.float32, **settings}
+    export.export_model(directory, config, make_reward_model(config), **settings)
+    return directory
+
+
+@pytest.mark.parametrize("config", [TINY, TIED, QWEN2], ids=["llama", "tied", "qwen2"])
+def test_a_reward_model_comes_back_as_it_went(config: LlamaConfig, tmp_path: Path) -> None:
+    directory = export_reward_model(tmp_path / "m", config)
+    loaded = hf.load_model(directory, scalar_head=True)
+    assert loaded.config == config and loaded.end_ids == (0,)
+    assert_same(loaded.params, make_reward_model(config))
+    disk, raw = load_file(directory / "model.safetensors"), hf.read_json(directory / "config.json")
+    policy = {name for name, _ in expected_tensors(config)} - {"lm_head.weight"}
+    assert disk.keys() == policy | {"score.weight"} and disk["score.weight"].shape == (1, 16)
+    family = "Qwen2" if config.qkv_bias else "Llama"
+    assert raw["architectures"] == [f"{family}ForSequenceClassification"]
+    assert transformers.AutoConfig.from_pretrained(directory).num_labels == 1
+
+
+def test_a_reward_model_is_read_straight_into_its_shards(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    cut = {"embed": "a", "mlp": "b", "norm": "b"}
+    where = lambda names: NamedSharding(mesh, PartitionSpec(*[cut.get(n) for n in names]))  # noqa: E731
+    spread = jax.tree.map(where, scalar_axes(TINY), is_leaf=lambda x: isinstance(x, tuple))
+    directory = export_reward_model(tmp_path / "m")
+    loaded = hf.load_model(directory, shardings=spread, scalar_head=True)
+    assert_same(loaded.params, make_reward_model())
+    assert loaded.params["score"].addressable_shards[0].data.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("given", "end_ids", "expected"),
+    [
+        (None, (0, 3), "<bos>"),
+        ("<eos>", (0, 3), "<bos>"),  # as many a script sets it
+        ("<|im_end|>", (0, 3), "<bos>"),  # which ends completions, too
+        (None, (0, 1, 3), "<|im_start|>"),
+        ("a", (0, 3), "a"),
+    ],
+)
+def test_a_reward_model_pads_with_what_ends_nothing(
+    given: str | None, end_ids: tuple[int, ...], expected: str, tmp_path: Path
+) -> None:
+    """transformers scores at the last token that is no padding: it must not be the end token."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = given
+    export_reward_model(tmp_path / "m", tokenizer=tokenizer, end_ids=end_ids)
+    written = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
+    raw = hf.read_json(tmp_path / "m" / "config.json")
+    assert written.pad_token == expected and raw["pad_token_id"] == written.pad_token_id
+    assert tokenizer.pad_token == given  # the one given stays as it was
+
+
+def test_a_reward_model_without_a_token_to_pad_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pads with a token that ends no completion"):
+        export_reward_model(tmp_path / "m", end_ids=(0, 1, 2, 3))
+    assert not (tmp_path / "m").exists()
+
+
+def test_what_is_no_reward_model_is_refused_in_one_line(exported: Path, tmp_path: Path) -> None:
+    right = "LlamaForSequenceClassification or Qwen2ForSequenceClassification with num_labels=1"
+    with pytest.raises(ValueError) as error:
+        hf.load_model(exported, scalar_head=True)
+    assert str(error.value) == (
+        f"{exported}: a model without score.weight, such as a language model; "
+        f"a reward model is a {right}"
+    )
+    directory = export_reward_model(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"missing: lm_head.weight; unexpected: score.weight"):
+        hf.load_model(directory)
+    edit_weights(directory, score__weight=np.zeros((3, 16), np.float32))
+    with pytest.raises(ValueError, match=f"a classifier with num_labels=3; .* {right}"):
+        hf.load_model(directory, scalar_head=True)
+    # of tokens, not of sequences: it has a bias
+    edit_weights(
+        directory, score__weight=np.zeros((1, 16), np.float32), score__bias=np.ones(1, np.float32)
+    )
+    with pytest.raises(ValueError, match=r"unexpected: score.bias"):
+        hf.load_model(directory, scalar_head=True)
+    raw = hf.read_json(directory / "config.json")
+    (directory / "config.json").write_text(json.dumps({**raw, "model_type": "modernbert"}))
+    with pytest.raises(ValueError, match="model_type 'modernbert' is not one of: llama, qwen2"):
+        hf.load_model(directory, scalar_head=True)
+
+
+@pytest.mark.parametrize("config", [TINY, TIED, QWEN2], ids=["llama", "tied", "qwen2"])
+def test_scores_equal_transformers(config: LlamaConfig, tmp_path: Path) -> None:
+    """Of a batch that transformers pads: ours at the end token, theirs at the last but padding."""
+    torch = pytest.importorskip("torch")
+    directory = export_reward_model(tmp_path / "m", config)
+    kind = transformers.AutoModelForSequenceClassification
+    model, report = kind.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report
+    lengths = np.array([9, 4, 6])
+    tokens = np.random.default_rng(0).integers(4, 32, (3, 9))
+    tokens[np.arange(3), lengths - 1] = 0  # <eos>
+    exists = np.arange(9) < lengths[:, None]
+    padded = np.where(exists, tokens, model.config.pad_token_id)
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(padded), torch.from_numpy(exists)).logits.numpy()
+    prompts = PromptBatch(jnp.asarray(tokens[:, :2]), jnp.full(3, 2), jnp.arange(3))
+    completions, ends = jnp.asarray(tokens[:, None, 2:]), jnp.asarray(lengths[:, None] - 2)
+    layout = Layout(*prompts[:2], completions, ends, jnp.ones(3))
+    ours = reward_scores(config, make_reward_model(config), layout)
+    assert relative_gap(np.asarray(ours), theirs) <= 1e-5
 
 
 # --------------------------------------------------------------------------------- bad input

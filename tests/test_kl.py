@@ -107,6 +107,14 @@ def test_policy_gradient_of_kl_in_the_reward(name):
         assert jnp.max(jnp.abs(actual - REVERSE(THETA))) > 0.01
 
 
+@pytest.mark.parametrize("name", kls.KL_ESTIMATORS)
+def test_kl_of_a_rollout_is_the_estimate_where_a_token_counts(name):
+    logps, reference_logps = jnp.array([-1.0, jnp.nan, -2.0]), jnp.array([-2.0, 0.0, -1.0])
+    found = kls.sampled_kl(logps, reference_logps, jnp.array([1, 0, 1]), name)
+    estimated = kls.KL_ESTIMATORS[name](logps, reference_logps)
+    np.testing.assert_array_equal(found, estimated.at[1].set(0))
+
+
 def test_kl_in_reward_sums_over_the_completion():
     # 2 - 1/2 · (1 + 0.5) and 1 - 1/2 · (-1)
     logps = jnp.array([[-1.0, -1.0, jnp.nan], [-2.0, jnp.inf, jnp.nan]])
@@ -131,6 +139,33 @@ def test_kl_to_go_sums_from_each_token_on():
     np.testing.assert_allclose(found, [[0.5, -0.5, -1, -1], [0, 0, 0, 0]])
     whole = kls.kl_in_reward(jnp.zeros(2), logps, reference_logps, mask, 1.0)
     np.testing.assert_allclose(found[:, 0], -whole)
+
+
+@pytest.mark.parametrize("to_go", [False, True])
+def test_kl_of_completions_in_the_reward_has_the_gradient_of_theirs(to_go):
+    """Of two tokens, the second after the first: every completion with its probability."""
+    rng = np.random.default_rng(0)
+    theta, reference = (
+        (jnp.float32(rng.normal(size=3)), jnp.float32(rng.normal(size=(3, 3)))) for _ in range(2)
+    )
+    y = np.array([(a, b) for a in range(3) for b in range(3)])
+
+    def logps_of(theta):
+        first, second = jax.nn.log_softmax(theta[0]), jax.nn.log_softmax(theta[1])
+        return jnp.stack([first[y[:, 0]], second[y[:, 0], y[:, 1]]], axis=-1)  # [9, 2]
+
+    def exact(theta):
+        logps = logps_of(theta).sum(-1)
+        return jnp.sum(jnp.exp(logps) * (logps - logps_of(reference).sum(-1)))
+
+    logps, mask = logps_of(theta), jnp.ones((9, 2))
+    costs = -kls.kl_in_reward(jnp.zeros(9), logps, logps_of(reference), mask, 1.0)[:, None]
+    if to_go:
+        costs = kls.kl_to_go(logps, logps_of(reference), mask)
+    costs = jnp.exp(logps.sum(-1, keepdims=True)) * costs
+    found = jax.grad(lambda theta: jnp.sum(costs * logps_of(theta)))(theta)
+    for a, b in zip(found, jax.grad(exact)(theta), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 z = jnp.zeros

@@ -313,6 +313,37 @@ def test_product_is_the_ratio_of_whole_completions():
     np.testing.assert_allclose(found, [[4 * 0.5], [2 * 1 * 0.5]], rtol=1e-6)
 
 
+# --- The sampler is not quite the policy ---------------------------------------------------------
+
+# π / q of two completions: 3 and 1/2; 1/4 and (of a token that does not count) anything.
+Q = jnp.log(jnp.array([[0.1, 0.8], [0.4, 0.0]]))
+PROXIMAL = jnp.log(jnp.array([[0.3, 0.4], [0.1, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, [[2, 0.5], [0.25, 1]]),
+        ({"cap": 4.0}, [[3, 0.5], [0.25, 1]]),
+        ({"mode": "mask"}, [[0, 0.5], [0.25, 1]]),
+        ({"level": "product"}, [[1.5, 1.5], [0.25, 0.25]]),
+        ({"level": "product", "cap": 1.0, "mode": "mask"}, [[0, 0], [0.25, 0.25]]),
+        ({"level": "sequence", "cap": 1.0}, [[1, 1], [0.25, 0.25]]),
+        ({"level": "sequence"}, [[1.5**0.5, 1.5**0.5], [0.25, 0.25]]),
+    ],
+    ids=str,
+)
+def test_truncated_importance_worked_by_hand(settings, expected):
+    mask = jnp.array([[1, 1], [1, 0]])
+    found = losses.truncated_importance(PROXIMAL, Q, mask, **settings)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_importance_holds_no_gradient():
+    slope = jax.grad(lambda x: jnp.sum(losses.truncated_importance(x, Q, jnp.ones((2, 2)))))
+    np.testing.assert_array_equal(slope(PROXIMAL), 0)
+
+
 # --- Tokens of high entropy ---------------------------------------------------------------------
 
 
@@ -478,6 +509,8 @@ z = jnp.zeros
 REFUSED = [
     (lambda: losses.policy_ratio(z((2, 3)), z((2, 4)), z((2, 3))), r"logps \(2, 3\) and anchor_"),
     (lambda: losses.policy_ratio(z(3), z(3), z(3), "word"), "level must be .* not 'word'"),
+    (lambda: losses.truncated_importance(z(3), z(2), z(3)), r"logps \(3,\) and anchor_logps"),
+    (lambda: losses.truncated_importance(z(3), z(3), z(3), mode="x"), "'truncate' or 'mask', not"),
     (lambda: losses.reinforce_loss(z((2, 3)), z(3)), r"advantages \(3,\) .* logps \(2, 3\)"),
     (
         lambda: losses.weighted_reinforce_loss(z((2, 3)), z((2, 2)), z(2)),

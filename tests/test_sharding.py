@@ -22,7 +22,7 @@ from jax_grpo.models.llama import cast_params, param_axes, param_shapes, unstack
 from jax_grpo.optimizer import make_optimizer
 from jax_grpo.rollout import generate, make_sampling_copy
 from jax_grpo.sampling import purpose_key
-from jax_grpo.scoring import Layout, plan, score
+from jax_grpo.scoring import Layout, make_models, plan, score
 from jax_grpo.sharding import (
     batch_sharding,
     batch_shards,
@@ -261,7 +261,8 @@ def abstract_prompts(mesh: Any, P: int, L: int) -> PromptBatch:
 def abstract_layout(mesh: Any, P: int, G: int, L: int, C: int) -> Layout:
     batch = functools.partial(spread, mesh)
     prompts, completions = abstract_prompts(mesh, P, L), batch(jnp.int32, P, G, C)
-    return Layout(prompts.token_ids, prompts.lengths, completions, batch(jnp.float32, P))
+    lengths = batch(jnp.int32, P, G)
+    return Layout(prompts.token_ids, prompts.lengths, completions, lengths, batch(jnp.float32, P))
 
 
 def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
@@ -301,8 +302,9 @@ def test_the_study_lowers_for_a_pod_that_is_not_there():
         where = state_shardings(state, state.params, training, POD)
         batch = functools.partial(spread, POD, jnp.float32)
         experience = Experience(batch(64, 8), *(batch(64, 8, 512) for _ in range(3)))
-        settings = {"micro_batches": 1, "remat": "full", "logits_chunk": 128}
-        update = make_update(config, ADAMW, grpo(), compute_dtype=jnp.bfloat16, **settings)
+        settings = {"remat": "full", "chunk": 128, "compute_dtype": jnp.bfloat16}
+        models = make_models(config, entropy=True, **settings)
+        update = make_update(models, ADAMW, grpo())
         updated = jax.jit(update, donate_argnums=0).trace(like(state, where), layout, experience)
         programs = [sampled, scored.lower(**tpu()), updated.lower(**tpu())]
     for program in programs:

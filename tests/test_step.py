@@ -16,14 +16,13 @@ import numpy as np
 import optax
 import pytest
 
-from jax_grpo import step as step_module
 from jax_grpo.algorithms import grpo, sft
 from jax_grpo.models.config import LlamaConfig
-from jax_grpo.models.llama import param_axes, param_shapes
+from jax_grpo.models.llama import cast_params, param_axes, param_shapes
 from jax_grpo.optimizer import make_optimizer
 from jax_grpo.rollout import generate
 from jax_grpo.sampling import purpose_key
-from jax_grpo.scoring import Layout, plan, score
+from jax_grpo.scoring import Layout, make_models, plan, score
 from jax_grpo.sharding import (
     batch_sharding,
     make_mesh,
@@ -68,9 +67,8 @@ MASK[5, 0, 2] = MASK[5, 1, 0] = False  # holes
 MASK[5, 2] = False  # a whole completion that does not count
 
 
-def bigram_score(config, params, layout, *, entropy=False, **_) -> Outputs:
+def bigram_score(params, layout, entropy=False) -> Outputs:
     """Each token is predicted from the one before it alone: `params["table"][before]`."""
-    del config
     last = jnp.take_along_axis(layout.prompt_ids, layout.prompt_lengths[:, None] - 1, axis=1)
     first = jnp.broadcast_to(last[:, :, None], layout.completion_ids[..., :1].shape)
     before = jnp.concatenate([first, layout.completion_ids[..., :-1]], axis=-1)
@@ -80,11 +78,6 @@ def bigram_score(config, params, layout, *, entropy=False, **_) -> Outputs:
     return Outputs(chosen, -jnp.sum(jnp.exp(logps) * logps, axis=-1) if entropy else None)
 
 
-@pytest.fixture
-def bigrams(monkeypatch):
-    monkeypatch.setattr(step_module, "score", bigram_score)
-
-
 def bigram_params() -> dict[str, jax.Array]:
     return {"table": jnp.asarray(np.random.default_rng(1).normal(0, 1, (V, V)), jnp.float32)}
 
@@ -92,13 +85,14 @@ def bigram_params() -> dict[str, jax.Array]:
 def bigram_layout() -> Layout:
     rng = np.random.default_rng(2)
     arrays = (rng.integers(0, V, (P, 3)), rng.integers(1, 4, P), rng.integers(0, V, (P, G, C)))
-    return Layout(*(jnp.asarray(x, jnp.int32) for x in arrays), jnp.full(P, 0.8, jnp.float32))
+    ints = [jnp.asarray(x, jnp.int32) for x in (*arrays, LENGTHS)]
+    return Layout(*ints, jnp.full(P, 0.8, jnp.float32))
 
 
 def bigram_experience(off_policy: float = 0.3, garbage: float = np.nan) -> Experience:
     """Ratios on both sides of the clip; what does not count is garbage."""
     rng = np.random.default_rng(3)
-    logps = np.asarray(bigram_score(None, bigram_params(), bigram_layout()).logps)
+    logps = np.asarray(bigram_score(bigram_params(), bigram_layout()).logps)
     noise = lambda scale: np.where(MASK, logps + rng.normal(0, scale, MASK.shape), garbage)  # noqa: E731
     advantages = rng.normal(0, 1, (P, G))
     arrays = (advantages, MASK, noise(off_policy), noise(0.5))
@@ -165,8 +159,13 @@ REDUCTIONS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-def bigram_update(algorithm: Algorithm, optimizer: Any = SGD, **settings: Any) -> Any:
-    return jax.jit(make_update(None, optimizer, algorithm, **settings))  # type: ignore[arg-type]
+def bigram_update(
+    algorithm: Algorithm, optimizer: Any = SGD, compute_dtype: Any = jnp.float32, **settings: Any
+) -> Any:
+    def models(params: Any, critic: Any, layout: Layout) -> Outputs:
+        return bigram_score(cast_params(params, compute_dtype), layout, algorithm.needs_entropy)
+
+    return jax.jit(make_update(models, optimizer, algorithm, **settings))
 
 
 def gradient_of(update: Any, algorithm: Algorithm, experience: Experience) -> np.ndarray:
@@ -177,9 +176,7 @@ def gradient_of(update: Any, algorithm: Algorithm, experience: Experience) -> np
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_accumulated_gradient_and_metrics_equal_the_slow_reference(
-    reduction, micro_batches, bigrams
-):
+def test_accumulated_gradient_and_metrics_equal_the_slow_reference(reduction, micro_batches):
     settings, weight_of = REDUCTIONS[reduction]
     algorithm = grpo(reduction=reduction, kl_weight=0.3, **settings)
     update = bigram_update(algorithm, micro_batches=micro_batches)
@@ -196,16 +193,16 @@ def test_accumulated_gradient_and_metrics_equal_the_slow_reference(
     assert new.step == 1 and new.step.dtype == jnp.int32
 
 
-def test_sft_is_the_gradient_of_the_mean_log_prob(bigrams):
+def test_sft_is_the_gradient_of_the_mean_log_prob():
     algorithm = sft()
     found = gradient_of(bigram_update(algorithm, micro_batches=4), algorithm, bigram_experience())
-    nll = lambda params: -jnp.mean(bigram_score(None, params, bigram_layout()).logps[MASK])  # noqa: E731
+    nll = lambda params: -jnp.mean(bigram_score(params, bigram_layout()).logps[MASK])  # noqa: E731
     expected = jax.grad(nll)(bigram_params())["table"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_ratio_of_1_gives_the_gradient_of_reinforce(reduction, bigrams):
+def test_a_ratio_of_1_gives_the_gradient_of_reinforce(reduction):
     settings, weight_of = REDUCTIONS[reduction]
     algorithm = grpo(reduction=reduction, kl_weight=0.0, **settings)
     experience = bigram_experience(off_policy=0.0)
@@ -214,7 +211,7 @@ def test_a_ratio_of_1_gives_the_gradient_of_reinforce(reduction, bigrams):
     weights = jnp.float32(weights) * experience.advantages[..., None]
 
     def reinforce(params):
-        return -jnp.sum(weights * bigram_score(None, params, bigram_layout()).logps)
+        return -jnp.sum(weights * bigram_score(params, bigram_layout()).logps)
 
     expected = jax.grad(reinforce)(bigram_params())["table"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
@@ -265,7 +262,7 @@ def test_the_weight_of_nothing_is_1():
     assert set(map(float, total_weights(grpo(), nothing).values())) == {1.0}
 
 
-def test_an_algorithm_sees_no_entropy_unless_it_asks(bigrams):
+def test_an_algorithm_sees_no_entropy_unless_it_asks():
     """A loss may look at `outputs.entropy`; when it did not ask, there is none to be seen."""
     algorithm = grpo(kl_weight=0.3)._replace(needs_entropy=False)
     assert "entropy" not in total_weights(algorithm, bigram_experience())
@@ -295,7 +292,7 @@ def assert_identical(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_what_is_not_finite_leaves_the_state_as_it_was_and_is_said(micro_batches, bigrams):
+def test_what_is_not_finite_leaves_the_state_as_it_was_and_is_said(micro_batches):
     algorithm = grpo(kl_weight=0.3)._replace(state={"weight": jnp.float32(0.5)})
     update = bigram_update(algorithm, ADAMW, micro_batches=micro_batches)
     good, layout = bigram_experience(), bigram_layout()
@@ -322,7 +319,7 @@ def test_what_is_not_finite_leaves_the_state_as_it_was_and_is_said(micro_batches
     assert_identical(new, update(state, layout, good)[0])
 
 
-def test_constant_rewards_without_kl_do_not_move_a_table(bigrams):
+def test_constant_rewards_without_kl_do_not_move_a_table():
     algorithm = grpo(kl_weight=0.0)
     update = bigram_update(algorithm, ADAMW)
     state = init_state(bigram_params(), ADAMW, algorithm)
@@ -332,7 +329,7 @@ def test_constant_rewards_without_kl_do_not_move_a_table(bigrams):
     assert metrics["grad_norm"] == 0 and metrics["policy_loss"] == 0 and new.step == 1
 
 
-def test_the_compute_dtype_is_not_that_of_parameters(bigrams):
+def test_the_compute_dtype_is_not_that_of_parameters():
     algorithm = grpo(kl_weight=0.0)
     update = bigram_update(algorithm, compute_dtype=jnp.bfloat16)
     state = init_state(bigram_params(), SGD, algorithm)
@@ -390,8 +387,10 @@ def new_score() -> Any:
     return jax.jit(functools.partial(score, CONFIG))
 
 
-def new_update(algorithm: Algorithm = ALGORITHM, **settings: Any) -> Any:
-    return jax.jit(make_update(CONFIG, SMOOTH, algorithm, **settings), donate_argnums=0)
+def new_update(algorithm: Algorithm = ALGORITHM, micro_batches: int = 1, **how: Any) -> Any:
+    models = make_models(CONFIG, entropy=algorithm.needs_entropy, **how)
+    update = make_update(models, SMOOTH, algorithm, micro_batches=micro_batches)
+    return jax.jit(update, donate_argnums=0)
 
 
 def new_state(algorithm: Algorithm = ALGORITHM) -> TrainState:
@@ -503,7 +502,7 @@ def assert_equal_but_for_rounding(found: Any, expected: Any) -> None:
 
 
 def test_micro_batches_remat_and_chunks_leave_the_update_as_it_is():
-    update, state = new_update(micro_batches=4, remat="full", logits_chunk=4), new_state()
+    update, state = new_update(micro_batches=4, remat="full", chunk=4), new_state()
     for _ in range(2):
         state, metrics = update(state, *spread_out(rolled_out()[0]))
     assert_equal_but_for_rounding((state, metrics), twice_on_one_device())
@@ -542,8 +541,9 @@ def test_eight_devices_equal_one(shape, micro_batches):
         state = init_state(llama_params(), SMOOTH, ALGORITHM)
         where = state_shardings(state, llama_params(), training, mesh)
         state = jax.device_put(state, where)
+        models = make_models(CONFIG, entropy=ALGORITHM.needs_entropy)
         update = jax.jit(
-            make_update(CONFIG, SMOOTH, ALGORITHM, micro_batches=micro_batches),
+            make_update(models, SMOOTH, ALGORITHM, micro_batches=micro_batches),
             donate_argnums=0,
             out_shardings=(where, replicated(mesh)),
         )
@@ -556,7 +556,7 @@ def test_eight_devices_equal_one(shape, micro_batches):
     assert_equal_but_for_rounding((state, metrics), twice_on_one_device())
 
 
-def test_a_term_with_a_coefficient_of_0_is_a_metric_and_no_loss(bigrams):
+def test_a_term_with_a_coefficient_of_0_is_a_metric_and_no_loss():
     def loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
         weight = jnp.sum(experience.mask)
         masked = jnp.where(experience.mask > 0, outputs.logps, 0.0)
@@ -568,7 +568,7 @@ def test_a_term_with_a_coefficient_of_0_is_a_metric_and_no_loss(bigrams):
     algorithm = sft()._replace(loss=loss)
     state = init_state(bigram_params(), SGD, algorithm)
     new, metrics = bigram_update(algorithm)(state, bigram_layout(), bigram_experience())
-    logps = np.asarray(bigram_score(None, bigram_params(), bigram_layout()).logps)[MASK]
+    logps = np.asarray(bigram_score(bigram_params(), bigram_layout()).logps)[MASK]
     np.testing.assert_allclose(metrics["watched"], np.mean(logps**2), rtol=1e-5)
     np.testing.assert_allclose(metrics["nll"], -np.mean(logps), rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"], -2 * np.mean(logps), rtol=1e-5)

@@ -51,7 +51,7 @@ stage = Stage(
 found = {}
 with jax.set_mesh(mesh):
     calls = abstract_calls(Model(config, None, (1,), mesh, jnp.bfloat16), stage)
-    for name, (function, arguments) in calls.items():
+    for name, (function, arguments, _) in calls.items():
         compiled = function.lower(*arguments).compile()
         memory = compiled.memory_analysis()
         text = compiled.as_text()
@@ -61,7 +61,7 @@ with jax.set_mesh(mesh):
             "alias": memory.alias_size_in_bytes,
             "all_gather": gathers,
         }
-    params = calls["update"][1][0].params
+    params = calls["update"].arguments[0].params
     found["params"] = sum(x.size * 4 for x in jax.tree.leaves(params))
 print("FOUND" + json.dumps(found))
 """

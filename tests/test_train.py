@@ -85,7 +85,8 @@ def test_a_run_says_what_it_found_and_where_it_is(whole):
     measures = ["accuracy", "format", "mean_length", "truncated"]
     greedy = [f"{name}_greedy" for name in measures[:3]]
     for name, found in {**summary["stages"], "before": summary["before"]}.items():
-        assert list(found) == measures + greedy + ["seconds"] * (name != "before")
+        took = ["seconds", "sampled_tokens", "optimizer_tokens"] * (name != "before")
+        assert list(found) == measures + greedy + took
         for share in ("accuracy", "format", "truncated", "accuracy_greedy", "format_greedy"):
             assert 0 <= found[share] <= 1
             assert (found[share] * 12) % 1 == pytest.approx(0, abs=1e-6)  # of 12 problems
@@ -203,7 +204,8 @@ def test_without_a_workdir_there_is_a_dated_one(config, one_device, tmp_path, mo
     (workdir,) = (tmp_path / "runs").iterdir()
     assert ended.out.endswith(f"files: runs/{workdir.name}\n")
     assert ended.err.startswith(f"workdir runs/{workdir.name}\n")
-    assert list(json.loads((workdir / "summary.json").read_text())["stages"]["sft"]) == ["seconds"]
+    took = json.loads((workdir / "summary.json").read_text())["stages"]["sft"]
+    assert list(took) == ["seconds", "sampled_tokens", "optimizer_tokens"]
 
 
 # --- Interrupted, and again ----------------------------------------------------------------------

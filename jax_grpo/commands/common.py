@@ -21,6 +21,7 @@ from jax_grpo.models import hf
 from jax_grpo.models.config import LlamaConfig
 from jax_grpo.models.llama import cast_params, param_axes, param_shapes
 from jax_grpo.sharding import param_shardings
+from jax_grpo.stages import abstract_scalar
 from jax_grpo.types import Params
 
 if TYPE_CHECKING:
@@ -158,9 +159,8 @@ def _open_workdir(
 ) -> Opened:
     """The newest parameters of a run."""
     config, tokenizer, end_ids = hf.read_metadata(workdir / MODEL_DIRECTORY)
-    names = json.loads((workdir / "config.json").read_text())["stages"]
-    stages = [workdir / "checkpoints" / name for name in reversed(names)]
-    begun = [stage for stage in stages if any(stage.glob("[0-9]*"))]
+    stages = _stages_of(workdir, reward_models=False)
+    begun = [stage for stage in reversed(stages) if any(stage.glob("[0-9]*"))]
     if not begun:
         raise ValueError(f"{os.fspath(workdir)}: this run has no checkpoint yet")
 
@@ -175,6 +175,60 @@ def _open_workdir(
         return cast_params(params, dtype)
 
     return Opened(config, tokenizer, end_ids, read)
+
+
+def _stages_of(workdir: Path, reward_models: bool) -> list[Path]:
+    """Checkpoints of a run's stages that train reward models, or of those that train the policy."""
+    recipe = json.loads((workdir / "config.json").read_text())
+    trains = {name: recipe[name]["algorithm"]["name"] for name in recipe["stages"]}
+    chosen = [name for name in trains if (trains[name] == "reward_model") == reward_models]
+    return [workdir / "checkpoints" / name for name in chosen]
+
+
+def open_reward_model(model: str, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> Opened:
+    """Opens a reward model: the last one of a workdir, or a sequence classifier with one label.
+
+    Args:
+      model: a workdir, or a Hugging Face directory or hub id.
+      mesh: `read` puts each parameter straight into its shards on it.
+      dtype: of the parameters.
+
+    Raises:
+      ValueError, OSError: when it is not there or is none.
+    """
+    workdir = Path(model)
+    if (workdir / MODEL_DIRECTORY).is_dir():
+        config, tokenizer, end_ids = hf.read_metadata(workdir / MODEL_DIRECTORY)
+        trained = _stages_of(workdir, reward_models=True)
+        if not trained:
+            raise ValueError(f"{model}: no stage of this run trains a reward model")
+        shapes = abstract_scalar(config, mesh)
+
+        def restore() -> Params:
+            return cast_params(read_reward_model(trained[-1], shapes), dtype)
+
+        return Opened(config, tokenizer, end_ids, restore)
+    found = hf.open_checkpoint(model)
+    hf.check_tensors(found.config, found.tensors, model, scalar_head=True)
+    where = jax.tree.map(lambda x: x.sharding, abstract_scalar(found.config, mesh))
+
+    def read() -> Params:
+        return hf.load_params(found.config, found.tensors, dtype, where, model, scalar_head=True)
+
+    return Opened(found.config, found.tokenizer, found.end_ids, read)
+
+
+def read_reward_model(stage: Path, abstract: Params) -> Params:
+    """The reward model that a finished stage left.
+
+    Args:
+      stage: its directory of checkpoints.
+      abstract: shapes and shardings.
+    """
+    restored = checkpoint.read_params(stage, abstract)
+    if restored is None:
+        raise ValueError(f"there is no checkpoint of a reward model in {stage}")
+    return restored[1]
 
 
 def pad_to_multiple(count: int, multiple: int) -> int:

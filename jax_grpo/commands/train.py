@@ -14,7 +14,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ from jax_grpo.commands.common import (
 from jax_grpo.commands.recipe import build
 from jax_grpo.models import export
 from jax_grpo.rewards.contract import RewardError
-from jax_grpo.train import Diverged, train
+from jax_grpo.train import Diverged, train, write_json
 
 NO_STAGE = ("seed", "dtype", "model", "mesh", "stages", "evaluation")
+TOKENS = ("sampled_tokens", "optimizer_tokens")  # in a summary; its table has no room for them
 HARMLESS = ("log_every",)  # keys that may differ from those that the run began with
 
 
@@ -60,39 +61,71 @@ def define_flags(values: flags.FlagValues, line: Sequence[str]) -> None:
 def run(values: flags.FlagValues) -> int:
     """Trains; returns the exit code."""
     with refusing_bad_input():
-        if values["config"].value is None:
-            raise ValueError("--config=configs/NAME.py is missing")
-        config = read_config(values.config)
-        if "://" in (values.workdir or ""):
-            raise ValueError(f"--workdir is a local directory, not {values.workdir}")
-        workdir = Path(values.workdir) if values.workdir else _fresh_directory()
+        config = read_config(given_config(values))
+        workdir = local_directory(values.workdir) if values.workdir else _fresh_directory()
+    return reporting(
+        "train", workdir, lambda: table(run_recipe(config, workdir)) + f"\nfiles: {workdir}"
+    )
+
+
+def run_recipe(
+    config: Mapping[str, Any], workdir: Path, before: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """Runs the stages of a recipe that are not finished yet in a workdir that is free, or its own.
+
+    Args:
+      config: of `read_config`.
+      workdir: where everything goes.
+      before: what was measured of the first parameters, where that is known.
+
+    Returns:
+      The summary, see `train`.
+    """
+    with refusing_bad_input():
         _check_workdir(workdir, config)
         summary = _read_json(workdir / "summary.json")
     if all(name in summary.get("stages", ()) for name in config["stages"]):
-        print(table(summary) + f"\nfiles: {workdir}")
-        return 0
+        return summary
     model, initial, stages, evaluation = build(config)
     with refusing_bad_input():  # from here on there is a workdir
         _claim(workdir, config)
         export.save_metadata(
             workdir / MODEL_DIRECTORY, model.config, model.tokenizer, model.end_ids
         )
+        if before is not None and not summary and jax.process_index() == 0:
+            write_json(workdir / "summary.json", {"before": before, "stages": {}})
     print(f"workdir {workdir}", file=sys.stderr)
+    return train(model, initial, stages, evaluation, workdir)
+
+
+def reporting(command: str, workdir: Path, work: Callable[[], str]) -> int:
+    """Prints what some work gives, or one line of why it ended early; returns the exit code."""
     try:
-        summary = train(model, initial, stages, evaluation, workdir)
+        text = work()
     except (Diverged, RewardError) as error:
-        print(f"jax_grpo train: {error}", file=sys.stderr)
+        print(f"jax_grpo {command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         again = f"the same command with --workdir={workdir} goes on from the last checkpoint"
-        print(f"\njax_grpo train: interrupted; {again}", file=sys.stderr)
+        print(f"\njax_grpo {command}: interrupted; {again}", file=sys.stderr)
         return 130
     if jax.process_index() == 0:
-        print(table(summary) + f"\nfiles: {workdir}")
+        print(text)
     return 0
 
 
 # ------------------------------------------------------------------------------ from the config
+
+
+def given_config(values: flags.FlagValues) -> ConfigDict:
+    """The config that the flags name, with what they change.
+
+    Raises:
+      ValueError: without one.
+    """
+    if values["config"].value is None:
+        raise ValueError("--config=configs/NAME.py is missing")
+    return values.config
 
 
 def _load_config(path: str) -> ConfigDict:
@@ -183,6 +216,17 @@ def _plain(section: ConfigDict, key: str, path: str) -> Any:
 # ------------------------------------------------------------------------------------ the workdir
 
 
+def local_directory(path: str) -> Path:
+    """A workdir that a flag names.
+
+    Raises:
+      ValueError: for a bucket.
+    """
+    if "://" in path:
+        raise ValueError(f"--workdir is a local directory, not {path}")
+    return Path(path)
+
+
 def _fresh_directory() -> Path:
     """A dated directory under runs/ that is not there yet."""
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -244,7 +288,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def table(summary: Mapping[str, Any]) -> str:
     """A run's summary as a small table."""
     rows = {"before": summary.get("before") or {}, **summary["stages"]}
-    columns = [c for c in next(iter(rows.values())) if c != "seconds"] + ["seconds"]
+    names = dict.fromkeys(name for values in rows.values() for name in values)
+    columns = [c for c in names if c not in ("seconds", *TOKENS)] + ["seconds"]
     width = max(12, *(len(name) for name in rows))
     lines = ["".join([" " * width, *(f"{c:>{len(c) + 3}}" for c in columns)])]
     for name, values in rows.items():

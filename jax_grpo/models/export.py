@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
 from jax_grpo.models.config import LlamaConfig, config_to_hf
+from jax_grpo.models.heads import scalar_shapes
 from jax_grpo.models.hf import read_json
 from jax_grpo.models.llama import param_shapes
 from jax_grpo.models.names import (
@@ -45,6 +47,7 @@ def export_model(
 ) -> None:
     """Writes a directory that transformers (4 or 5) loads.
 
+    Parameters with a scalar head (models/heads.py) become a sequence classifier of one label.
     Tensors are gathered and written one at a time. All is written beside the directory and
     renamed at the end, so a failure leaves what was there. With several processes all of them
     must call this; the first one writes.
@@ -52,7 +55,7 @@ def export_model(
     Args:
       directory: where to; it may exist only if it is empty, or with `overwrite`.
       config: the model's shape.
-      params: the tree of parameters of `llama.py`, layers stacked.
+      params: the tree of parameters of `llama.py` or `heads.py`, layers stacked.
       tokenizer: written along, with its chat template.
       end_ids: what ends a completion, for `generation_config.json`.
       dtype: of the weights on disk: float32, bfloat16 or float16.
@@ -61,14 +64,17 @@ def export_model(
 
     Raises:
       FileExistsError: when the directory has content and `overwrite` is False.
-      ValueError: when parameters do not have the shapes of `config`, or the dtype is another.
+      ValueError: when parameters do not have the shapes of `config`, or the dtype is another,
+        or when a scalar head finds no token to pad with.
     """
     target, dtype = Path(directory).absolute(), jnp.dtype(dtype)
     if dtype.name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"weights are not exported as {dtype.name}")
     if not overwrite and target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory")
-    if _shape_dict(params) != _shape_dict(param_shapes(config)):
+    scalar_head = "score" in params
+    shapes = scalar_shapes(config) if scalar_head else param_shapes(config)
+    if _shape_dict(params) != _shape_dict(shapes):
         raise ValueError("the parameters do not have the shapes of the configuration")
     writes = jax.process_index() == 0
     partial = target.with_name(f".{target.name}.partial")
@@ -77,7 +83,7 @@ def export_model(
         partial.mkdir(parents=True)
     _write_weights(partial, config, params, dtype, max_shard_bytes, writes)
     if writes:
-        save_metadata(partial, config, tokenizer, end_ids, dtype)
+        save_metadata(partial, config, tokenizer, end_ids, dtype, scalar_head=scalar_head)
         _replace(partial, target)
 
 
@@ -87,15 +93,44 @@ def save_metadata(
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int] = (),
     dtype: DTypeLike = jnp.float32,
+    *,
+    scalar_head: bool = False,
 ) -> None:
     """Writes all of a model but its weights; arguments as of `export_model`."""
     directory.mkdir(parents=True, exist_ok=True)
+    if scalar_head:
+        tokenizer = _with_padding(tokenizer, end_ids, config.vocab_size)
     ids = {f"{k}_token_id": getattr(tokenizer, f"{k}_token_id") for k in ("bos", "eos", "pad")}
     model = {**config_to_hf(config), **ids, "torch_dtype": jnp.dtype(dtype).name}
+    if scalar_head:
+        [language_model] = model["architectures"]
+        name = language_model.replace("CausalLM", "SequenceClassification")
+        model |= {"architectures": [name], "num_labels": 1}
     _write_json(directory / "config.json", model)
     generation = {**ids, "eos_token_id": sorted(end_ids) or ids["eos_token_id"]}
     _write_json(directory / "generation_config.json", generation)
     _save_tokenizer(tokenizer, directory)
+
+
+def _with_padding(
+    tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], vocab_size: int
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, or a copy that pads with a token that ends no completion.
+
+    transformers scores a row at its last token that is no padding. Where the end token is the
+    padding, as so often, that is the token before it, and without padding it takes no batch.
+    """
+    t, ends = tokenizer, {tokenizer.eos_token_id, *end_ids}
+    special = [i for i, token in t.added_tokens_decoder.items() if token.special]
+    for i in (t.pad_token_id, t.unk_token_id, t.bos_token_id, *special):
+        if isinstance(i, int) and i < vocab_size and i not in ends:
+            padded = copy.deepcopy(tokenizer)
+            padded.pad_token = tokenizer.convert_ids_to_tokens(i)
+            return padded
+    raise ValueError(
+        "a reward model pads with a token that ends no completion, and the tokenizer has no such "
+        "special token: add one"
+    )
 
 
 def _shape_dict(params: Params) -> PyTree:
@@ -137,7 +172,8 @@ def _write_weights(
     writes: bool,
 ) -> None:
     """Writes the shards and, if there are several, their index."""
-    shards = _plan_shards(config, dtype.itemsize, max_shard_bytes)
+    tensors = expected_tensors(config, scalar_head="score" in params)
+    shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes)
     many, where = len(shards) > 1, {}
     for number, shard in enumerate(shards, 1):
         suffix = f"-{number:05}-of-{len(shards):05}" if many else ""
@@ -157,12 +193,12 @@ def _write_weights(
 
 
 def _plan_shards(
-    config: LlamaConfig, itemsize: int, max_bytes: int
+    tensors: Iterable[tuple[str, tuple[int, ...]]], itemsize: int, max_bytes: int
 ) -> list[dict[str, tuple[int, ...]]]:
     """Names and shapes of the tensors of each file."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
-    for name, shape in expected_tensors(config):
+    for name, shape in tensors:
         size = math.prod(shape) * itemsize
         if shards[-1] and used + size > max_bytes:
             shards.append({})

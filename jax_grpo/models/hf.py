@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
 from jax_grpo.models.config import LlamaConfig, config_from_hf
+from jax_grpo.models.heads import scalar_shapes
 from jax_grpo.models.llama import param_shapes
 from jax_grpo.models.names import (
     EMBED,
@@ -36,6 +37,7 @@ from jax_grpo.models.names import (
     LM_HEAD,
     NAMES,
     SAFETENSORS_DTYPES,
+    SCORE,
     expected_tensors,
     layer_name,
 )
@@ -79,6 +81,8 @@ def load_model(
     source: str | os.PathLike[str],
     dtype: DTypeLike = jnp.float32,
     shardings: PyTree | Callable[[LlamaConfig], PyTree] | None = None,
+    *,
+    scalar_head: bool = False,
 ) -> Loaded:
     """Loads a model with its tokenizer.
 
@@ -87,6 +91,8 @@ def load_model(
       dtype: what the parameters become.
       shardings: a tree like the parameters of `jax.sharding.Sharding`, or a function from the
         configuration to one; None puts all on the first local device.
+      scalar_head: whether it is a reward model (LlamaForSequenceClassification and
+        Qwen2ForSequenceClassification of one label), see models/heads.py.
 
     Returns:
       The configuration, parameters `[N, ...]` stacked over layers, tokenizer and end ids.
@@ -97,7 +103,9 @@ def load_model(
     """
     checkpoint = open_checkpoint(source)
     tree = shardings(checkpoint.config) if callable(shardings) else shardings
-    params = load_params(checkpoint.config, checkpoint.tensors, dtype, tree, str(source))
+    params = load_params(
+        checkpoint.config, checkpoint.tensors, dtype, tree, str(source), scalar_head=scalar_head
+    )
     return Loaded(checkpoint.config, params, checkpoint.tokenizer, checkpoint.end_ids)
 
 
@@ -221,6 +229,8 @@ def load_params(
     dtype: DTypeLike = jnp.float32,
     shardings: PyTree | None = None,
     source: str = "checkpoint",
+    *,
+    scalar_head: bool = False,
 ) -> Params:
     """Reads the parameters of a model, each straight into its shards.
 
@@ -230,15 +240,16 @@ def load_params(
       dtype: what the parameters become.
       shardings: a tree like the parameters; None puts all on the first local device.
       source: what to call the checkpoint in an error.
+      scalar_head: as of `load_model`.
 
     Returns:
-      The tree of parameters of `llama.py`.
+      The tree of parameters of `llama.py`, or of `heads.py`.
 
     Raises:
       ValueError: names every missing, unexpected and misshapen tensor at once.
     """
-    shapes = param_shapes(config, dtype)
-    check_tensors(config, tensors, source)
+    shapes = (scalar_shapes if scalar_head else param_shapes)(config, dtype)
+    check_tensors(config, tensors, source, scalar_head=scalar_head)
     if shardings is None:
         one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: one, shapes)
@@ -247,6 +258,8 @@ def load_params(
         names = [key.key for key in path]
         if names[0] == "layers":
             stack = [tensors[layer_name(i, names[1])] for i in range(config.num_layers)]
+        elif names[0] == "score":
+            stack = [_only_row(tensors[SCORE])]
         else:
             stack = [tensors[NAMES[names[0]]]]
         return _place(names[-1], stack, shape, sharding, stacked=names[0] == "layers")
@@ -254,9 +267,17 @@ def load_params(
     return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
 
-def check_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], source: str) -> None:
+def check_tensors(
+    config: LlamaConfig,
+    tensors: Mapping[str, Tensor],
+    source: str,
+    *,
+    scalar_head: bool = False,
+) -> None:
     """Raises one ValueError that lists all that does not fit."""
-    expected = dict(expected_tensors(config))
+    if scalar_head:
+        _check_score(tensors, source)
+    expected = dict(expected_tensors(config, scalar_head))
     missing = [name for name in expected if name not in tensors]
     unexpected, misshapen, unreadable = [], [], []
     for name, tensor in tensors.items():
@@ -276,6 +297,23 @@ def check_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], source: st
     problems = [f"{kind}: {', '.join(names)}" for kind, names in lists.items() if names]
     if problems:
         raise ValueError(f"{source}: tensors do not fit; {'; '.join(problems)}")
+
+
+def _check_score(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raises a ValueError for a language model, and for a classifier of several labels."""
+    if SCORE not in tensors:
+        found = f"a model without {SCORE}, such as a language model"
+    elif tensors[SCORE].shape[:1] != (1,):
+        found = f"a classifier with num_labels={tensors[SCORE].shape[0]}"
+    else:
+        return
+    right = "LlamaForSequenceClassification or Qwen2ForSequenceClassification with num_labels=1"
+    raise ValueError(f"{source}: {found}; a reward model is a {right}")
+
+
+def _only_row(tensor: Tensor) -> Tensor:
+    """A tensor `[1, D]` as `[D]`."""
+    return Tensor(tensor.shape[1:], lambda index: tensor.read((slice(0, 1), *index))[0])
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -69,6 +69,7 @@ class Block(nnx.Module):
         self,
         x: Array,
         rope: Array,
+        segments: Array | None,
         prefix: Part | None,
         cache: KeyValues | None,
         index: Array,
@@ -82,13 +83,15 @@ class Block(nnx.Module):
         q, k = rotate(q, rope), rotate(k, rope)
         if cache is None:
             own, T = KeyValues(k, v), x.shape[2]
-            visible = jnp.tril(jnp.ones((T, T), bool))
+            visible = jnp.tril(jnp.ones((1, T, T), bool))
+            if segments is not None:
+                visible &= segments[:, :, None] == segments[:, None]
         else:
             own = KeyValues(
                 *(_write(old, new, index) for old, new in zip(cache, (k, v), strict=True))
             )
-            visible = (jnp.arange(own.keys.shape[2]) <= index)[None]
-        parts = [Part(own, visible[None, None])]
+            visible = (jnp.arange(own.keys.shape[2]) <= index)[None, None]
+        parts = [Part(own, visible[:, None])]
         seen = parts if prefix is None else [prefix, *parts]
         attended = attention(q, seen, implementation)
         out = project(attended, self.o[...], axes=2)
@@ -134,13 +137,23 @@ def _abstract(config: LlamaConfig) -> Llama:
 
 def param_shapes(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Params:
     """The tree of `ShapeDtypeStruct` of a model, without making it."""
-    shapes = nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Param))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+    return shapes_of(_abstract(config), dtype)
 
 
 def param_axes(config: LlamaConfig) -> Params:
     """The tree of logical axis names, a tuple for each parameter."""
-    state = nnx.state(_abstract(config), nnx.Param)
+    return axes_of(_abstract(config))
+
+
+def shapes_of(module: nnx.Module, dtype: DTypeLike) -> Params:
+    """The tree of `ShapeDtypeStruct` of an abstract module's parameters."""
+    shapes = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+
+
+def axes_of(module: nnx.Module) -> Params:
+    """The tree of logical axis names that an abstract module's parameters have."""
+    state = nnx.state(module, nnx.Param)
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     axes = jax.tree.map(lambda v: v.get_metadata()["axes"], state, is_leaf=is_variable)
     return nnx.to_pure_dict(axes)
@@ -174,6 +187,7 @@ def forward(
     tokens: Array,
     positions: Array,
     *,
+    segments: Array | None = None,
     prefix: Any = None,
     prefix_lengths: Array | int = 0,
     cache: Any = None,
@@ -185,13 +199,15 @@ def forward(
 
     Without a cache the tokens attend causally to themselves; with one they are one position,
     `index`, whose keys are written into it. With a prefix they also attend to all of the prefix.
-    Padding must be on the right, where causality hides it.
+    Padding must be on the right, where causality hides it. Rows may be packed: with segments a
+    token attends only to tokens of its own.
 
     Args:
       config: the model's shape.
       params: its parameters, in the compute dtype.
       tokens: `[P, G, T]` int32.
       positions: `[P, G, T]` int32, rotary positions.
+      segments: `[P, T]` int32, of which example of a packed row each token is; for no cache.
       prefix: keys and values of a prompt as this function returned them for `[P, 1, L]` tokens.
       prefix_lengths: `[P]` int32, how much of the prefix exists.
       cache: keys and values of S positions, laid out as this function returns them.
@@ -214,7 +230,9 @@ def forward(
         if prompt_kv is not None:
             exists = jnp.arange(prompt_kv.keys.shape[2]) < jnp.reshape(prefix_lengths, (-1, 1))
             part = Part(jax.tree.map(lambda a: a[:, 0], prompt_kv), exists[:, None, None])
-        out, own = block.attend(x, rope, part, own_cache, jnp.asarray(index), attention_impl)
+        out, own = block.attend(
+            x, rope, segments, part, own_cache, jnp.asarray(index), attention_impl
+        )
         x = x + out
         return shard_batch(x + block.mlp(x)), own
 
