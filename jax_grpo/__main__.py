@@ -21,7 +21,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 def command_names() -> list[str]:
     """The commands that there are: the modules of `commands/`, but for what they share."""
     modules = (module.name for module in pkgutil.iter_modules(commands.__path__))
-    return [name for name in modules if name not in ("common", "recipe")]
+    return [name for name in modules if name not in ("common", "inputs", "recipe", "stage")]
 
 
 def main(argv: Sequence[str]) -> int:

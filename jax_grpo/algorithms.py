@@ -473,8 +473,8 @@ def ppo(
       dual_clip: as in `grpo`; verl's is 3.
       value_clip: how far a value may move from what it was in one rollout; 0 is no clip. TRL's is
         0.2, verl's 0.5.
-      value_weight: the critic has an optimizer of its own, so that with Adam it matters for the
-        clip of its gradient alone. TRL's `vf_coef` is 0.1, of one optimizer for both; verl has none.
+      value_weight: with Adam it only matters for the clip of the critic's gradient, since that has
+        an optimizer of its own. TRL's `vf_coef` is 0.1, of one optimizer for both; verl has none.
       whiten: advantages of mean 0 and deviation 1 over the tokens of all the batch. TRL and verl
         have it always. Rewards are never whitened (TRL's `whiten_rewards`, off by default).
       kl_weight: β; 0 means no reference model at all.
@@ -526,7 +526,7 @@ def ppo(
         weight = state["kl_weight"] if kl_target else kl_weight
         kl = jnp.zeros_like(mask)
         if given.reference_logps is not None:
-            kl = kls.sampled_kl(given.behavior_logps, given.reference_logps, mask, kl_estimator)
+            kl = kls.sampled_kl(pg.ratio_anchor(given), given.reference_logps, mask, kl_estimator)
         worth = given.advantages - missing_eos_penalty * rollout.truncated
         earned = value.token_rewards(worth, kl, mask, weight)
         advantages = value.generalized_advantages(earned, values, mask, discount, decay)

@@ -162,12 +162,15 @@ def policy_gradient(
             by_token = advantages if advantages.ndim == counted.ndim else advantages[..., None]
             advantages = adv.whitened(jnp.broadcast_to(by_token, counted.shape), counted)
         mask = counted.astype(jnp.float32)
-        return Experience(advantages, mask, anchor, reference, importance=importance), state
+        behavior, proximal = rollout.behavior_logps, scores.proximal_logps
+        experience = Experience(advantages, mask, behavior, reference, proximal)
+        return experience._replace(importance=importance), state
 
     def loss(outputs: Outputs, experience: Experience) -> dict[str, Term]:
         assert outputs.logps is not None
         mask, logps = experience.mask, masked(outputs.logps, experience.mask)
-        ratio = losses.policy_ratio(logps, experience.behavior_logps, mask, ratio_level)
+        anchor = ratio_anchor(experience)
+        ratio = losses.policy_ratio(logps, anchor, mask, ratio_level)
         policy, metrics = token_loss(logps, ratio, experience.advantages)
         metrics = {**metrics, "ratio": ratio}
         if (weight := experience.importance) is not None:
@@ -181,7 +184,7 @@ def policy_gradient(
             policy = masked(policy, losses.top_entropy(outputs.entropy, mask, top_entropy))
         terms = {"policy_loss": Term(*reduce(policy, mask), 1.0)}
         if experience.reference_logps is not None:
-            token_ratio = losses.policy_ratio(logps, experience.behavior_logps, mask)
+            token_ratio = losses.policy_ratio(logps, anchor, mask)
             kl = kls.kl_penalty(
                 shown_estimator, logps, experience.reference_logps, mask, token_ratio
             )
@@ -199,6 +202,13 @@ def policy_gradient(
         needs_proximal=importance_cap > 0,
         needs_entropy=True,
     )
+
+
+def ratio_anchor(experience: Experience) -> Array:
+    """The ratio's denominator: the proximal log-probs where the sampler is corrected for."""
+    if experience.proximal_logps is None:
+        return experience.behavior_logps
+    return experience.proximal_logps
 
 
 def with_defaults(

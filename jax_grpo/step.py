@@ -147,7 +147,7 @@ def make_assessment(
 
 
 def total_weights(algorithm: Algorithm, experience: Experience) -> Metrics:
-    """The weight of each term over all of `experience`, at least 1.
+    """The weight of each term over all of `experience`, 1 where nothing counts.
 
     A weight may not depend on `Outputs`, so zeros stand for them and the sums are never computed.
     """
@@ -160,7 +160,7 @@ def total_weights(algorithm: Algorithm, experience: Experience) -> Metrics:
     weights = {name: term.weight for name, term in algorithm.loss(outputs, experience).items()}
     if algorithm.source == "policy":
         weights[GAP_MEAN] = jnp.sum(experience.mask)
-    return {name: jnp.maximum(weight, 1.0) for name, weight in weights.items()}
+    return {name: jnp.where(weight > 0, weight, 1.0) for name, weight in weights.items()}
 
 
 def sampler_gap(logps: Array, experience: Experience) -> Array:

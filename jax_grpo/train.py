@@ -127,6 +127,7 @@ def policy_step(
     measured |= metrics.reward_metrics(values, valid, weights, names)
     measured |= metrics.completion_metrics(completions.lengths, completions.truncated)
     measured |= {name: sum(values) / len(values) for name, values in logged.items()}
+    measured |= dict(state.algorithm_state)  # adaptive weights
     if stage.algorithm.keep is not None:
         measured["redraws"] = redraws
     measured |= {

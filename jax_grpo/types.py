@@ -79,8 +79,9 @@ class Experience(NamedTuple):
 
     advantages: Array  # [P, G] or [P, G, C] float32
     mask: Array  # [P, G, C] float32: 1 where a token counts in the loss
-    behavior_logps: Array  # [P, G, C] float32: the ratio's denominator
+    behavior_logps: Array  # [P, G, C] float32, by the sampler
     reference_logps: Array | None = None  # [P, G, C] float32
+    proximal_logps: Array | None = None  # [P, G, C] float32, where the sampler is corrected for
     values: Array | None = None  # [P, G, C] float32, by the critic before the first update
     returns: Array | None = None  # [P, G, C] float32, what the critic should say
     # [P, G, C] float32: by how much likelier trainer than sampler found a token, bounded

@@ -419,7 +419,7 @@ def test_importance_by_hand(settings, first, second):
     if second is not None:
         np.testing.assert_allclose(found.importance[1], second, rtol=1e-5)
     # the ratio is to the training path, and 1 in the first update
-    np.testing.assert_array_equal(found.behavior_logps, PROXIMAL.proximal_logps)
+    np.testing.assert_array_equal(found.proximal_logps, PROXIMAL.proximal_logps)
     terms = algorithm.loss(Outputs(PROXIMAL.proximal_logps), found)
     assert pair(terms["ratio"]) == pytest.approx((9, 9))
     weight = np.asarray(found.importance)

@@ -91,7 +91,7 @@ def refused(*args: object) -> str:
 
 USAGE = (
     "usage: python -m jax_grpo COMMAND --flag=value ...; "
-    "commands: export, generate, rewards, score, train"
+    "commands: compare, export, generate, rewards, score, train"
 )
 
 
@@ -275,8 +275,9 @@ def get_config():
 
 STAGE_KEYS = (
     "algorithm, data, optimizer, prompts_per_step, max_prompt_length, max_completion_length, "
-    "num_steps, num_epochs, sampling, rewards, passes, minibatches, micro_batches, remat, "
-    "attention, logits_chunk, max_skipped, checkpoint_every, keep_checkpoints, log_every"
+    "num_steps, num_epochs, sampling, rewards, reward_model, critic, reference, collect, heldout, "
+    "pack, max_redraws, passes, minibatches, micro_batches, remat, attention, logits_chunk, "
+    "max_skipped, checkpoint_every, keep_checkpoints, log_every"
 )
 PROBLEM_KEYS = "split, count, seed, min_terms, max_terms, max_operand, max_partial"
 
@@ -351,7 +352,7 @@ PROBLEM_KEYS = "split, count, seed, min_terms, max_terms, max_operand, max_parti
         ("grpo.max_prompt_length=505", "505 and a completion of 8 tokens exceed the model's conte"),
         ("grpo.max_prompt_length=2", "no rows left: dropped all 40 prompts longer than 2 tokens"),
         ("grpo.max_completion_length=0", "max_completion_length must be at least 1, got 0"),
-        ("grpo.sampling.num_generations=1", "num_generations must be 2 or more: a group of 1 is"),
+        ("grpo.sampling.num_generations=1", "completions of one prompt, and a group of 1 is const"),
         ("grpo.sampling.temperature=0.0", "config.grpo.sampling: temperatures must be more than 0"),
         ("grpo.sampling.max_new_tokens=9", "max_new_tokens must be 1 to max_completion_length, 8"),
         ("grpo.algorithm.kl_estimator=k1", "KL estimator k1 in the loss has a gradient of 0"),
@@ -366,9 +367,41 @@ PROBLEM_KEYS = "split, count, seed, min_terms, max_terms, max_operand, max_parti
         ("grpo.passes=0", "config.grpo: passes must be at least 1, got 0"),
         ("grpo.checkpoint_every=0", "config.grpo: checkpoint_every must be at least 1, got 0"),
         ("grpo.log_every=0", "config.grpo: log_every must be at least 1, got 0"),
-        ("grpo.logits_chunk=-1", "logits_chunk and max_skipped must not be negative"),
-        ("sft.rewards={'thinking':{}}", "config.sft: algorithm sft takes neither rewards nor samp"),
-        ("grpo.algorithm={'name':'sft'}", "algorithm sft needs rows with a 'completion'"),
+        ("grpo.logits_chunk=-1", "logits_chunk, max_skipped, max_redraws and pack must not be ne"),
+        # sections that an algorithm has no use for, or lacks
+        ("sft.rewards={'thinking':{}}", "rewards is given, but algorithm sft takes completions of"),
+        ("grpo.algorithm={'name':'sft'}", "sampling is given, but algorithm sft takes completions"),
+        ("sft.collect={'rounds':1}", "rewards are missing: collect needs at least one, to choose"),
+        ("sft.algorithm={'name':'dpo'}", "config.sft: row 0 has no column 'chosen'; it has: promp"),
+        (
+            "sft.algorithm={'name':'reward_model'}",
+            "config.sft: row 0 has no column 'chosen'; it ha",
+        ),
+        ("sft.reward_model={'stage':'x'}", "no earlier stage 'x' trains a reward model; those th"),
+        (
+            "grpo.reward_model={'stage':'sft'}",
+            "no earlier stage 'sft' trains a reward model; those",
+        ),
+        (
+            "grpo.reward_model={'weight':1.0}",
+            "config.grpo.reward_model: give one of stage and path",
+        ),
+        ("grpo.reward_model={'path':'./x'}", "config.grpo.reward_model: ./x: no such model direct"),
+        ("grpo.critic={'start':'policy'}", "critic is given, but algorithm grpo has none"),
+        (
+            "grpo.heldout={'path':'x'}",
+            "heldout is given, but algorithm grpo samples its completion",
+        ),
+        ("grpo.pack=64", "pack is given, but algorithm grpo samples its completions itself"),
+        ("sft.pack=8", "config.sft: example 0 has 13 tokens: it does not fit in 8"),
+        ("grpo.reference={'every':0}", "config.grpo.reference: every must be at least 1, got 0"),
+        ("grpo.reference={'every':1,'mix':1.5}", "mix is 1.5: it must be more than 0 and at most"),
+        ("sft.reference={'every':1}", "reference is given, but algorithm sft has none: its kl_we"),
+        ("grpo.algorithm.importance_cap=0.5", "importance_cap is 0.5: it must be 0 (off) or at le"),
+        (
+            "grpo.algorithm={'name':'ppo','kl_weight':0.0,'kl_target':1.0}",
+            "kl_target adapts kl_weight, which is 0 and would stay so",
+        ),
         (
             "stages=('sft','nope')",
             "config.stages names 'nope', but there is no section config.nope",
@@ -381,6 +414,47 @@ def test_configs_that_are_refused(here, config, flag, expected):
     line = refused("train", f"--config={config}", "--workdir=w", f"--config.{flag}")
     assert line.startswith("jax_grpo train: ")
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["algorithm={'name':'grpo','kl_weight':0.0}", "reference={'every':1}"],
+            "its kl_weight is 0",
+        ),
+        (["algorithm={'name':'ppo'}", "critic={'start':'reward_model'}"], "but the stage has none"),
+        (
+            ["algorithm={'name':'ppo'}", "critic={'start':'x'}"],
+            "is not one of: auto, policy, rewar",
+        ),
+        (["algorithm={'name':'ppo'}", "critic={'optimizer':{'lr':1.0}}"], "optimizer: no key 'lr'"),
+        (
+            ["algorithm={'name':'sft'}", "collect={'rounds':3}"],
+            "rounds is 3, which does not divide",
+        ),
+        (
+            ["algorithm={'name':'sft'}", "collect={'num_prompts':99}"],
+            "it must be 0 to 40, the rows",
+        ),
+        (
+            ["algorithm={'name':'dpo'}", "collect={}", "pack=64"],
+            "compares two completions of a pro",
+        ),
+        (
+            ["algorithm={'name':'sft','reduction':'sequence_mean'}", "collect={}", "pack=64"],
+            "packed rows hold several demonstrations each, so that a mean over rows means nothing",
+        ),
+        (
+            ["algorithm={'name':'dpo'}", "collect={}", "heldout={'path':'x'}"],
+            "needs a reference's l",
+        ),
+    ],
+    ids=str,
+)
+def test_combinations_that_are_refused(here, config, flags, expected):
+    given = [f"--config.grpo.{flag}" for flag in flags]
+    assert expected in refused("train", f"--config={config}", "--workdir=w", *given)
 
 
 @pytest.mark.parametrize(

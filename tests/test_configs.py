@@ -247,7 +247,7 @@ def test_llama3_has_the_right_shapes_everywhere(data):
         "mask": ((P, G, C), "float32"),
         "behavior_logps": ((P, G, C), "float32"),
         "reference_logps": ((P, G, C), "float32"),
-        **dict.fromkeys(("values", "returns", "importance")),
+        **dict.fromkeys(("proximal_logps", "values", "returns", "importance")),
     }
     after, metrics = out["update"]
     assert shapes(after) == shapes(state)

@@ -157,11 +157,15 @@ def test_the_first_steps_are_what_they_must_be(whole):
     ppo = lines(workdir, "ppo")
     assert ppo[0]["sampling/sampling_logp_difference/max"] < 1e-4
     assert ppo[0]["rewards/reward_model/mean"] != ppo[3]["rewards/reward_model/mean"]
+    # adaptive, in 10% steps of at most a fifth
+    weights = [0.05, *(row["kl_weight"] for row in ppo)]
+    assert all(0.979 < b / a < 1.021 for a, b in zip(weights, weights[1:], strict=False))
+    assert weights[-1] != 0.05
     assert {"rewards/odd/mean", "value_loss", "critic/grad_norm"} <= ppo[0].keys()
     assert ppo[0]["critic/learning_rate"] == pytest.approx(1e-3)
     moving = lines(workdir, "moving")
     assert abs(moving[0]["kl"]) < 1e-6 < moving[2]["kl"]
-    assert moving[0]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert 0 < moving[2]["sampling/sampling_logp_difference/max"] < 1e-4
     # top-k kept less than all, so a token weighs less than 1
     assert 0 < moving[0]["sampling/importance_sampling_ratio/mean"] < 1
     dapo = lines(workdir, "dapo")

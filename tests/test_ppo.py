@@ -88,7 +88,7 @@ def test_advantages_by_hand(settings, expected):
 def test_importance_makes_the_training_path_what_is_measured_against():
     scores = SCORES._replace(proximal_logps=BEHAVIOR - 0.5)
     found, _ = ppo(**SETTINGS, importance_cap=2.0).experience(ROLLOUT, REWARDS, scores, ())
-    np.testing.assert_array_equal(found.behavior_logps, scores.proximal_logps)
+    np.testing.assert_array_equal(found.proximal_logps, scores.proximal_logps)
     np.testing.assert_allclose(found.importance[JUDGED], np.exp(-0.5), rtol=1e-6)
     # k1 is 1/2 less of each token: of the last one of the first -1.5
     np.testing.assert_allclose(found.advantages[0, 0, 1], 7 + 0.375 - 2)
@@ -298,12 +298,14 @@ def test_ppo_on_two_arms_reaches_the_best():
     np.testing.assert_allclose(critic, 1.0, atol=0.05)  # what the best arm pays
 
 
+@pytest.mark.slow
 def test_a_kl_in_the_reward_stops_where_it_is_best():
     """The optimum of E[r] - β KL(π || even) is π(1) = σ(1 / β)."""
     policy, _, _ = two_arms(150, kl_weight=0.7, whiten=False, decay=1.0)
     np.testing.assert_allclose(policy[1], jax.nn.sigmoid(1 / 0.7), atol=0.005)
 
 
+@pytest.mark.slow
 def test_an_adapted_kl_weight_settles_where_the_optimum_has_the_target():
     """π(1) = 0.72 is 0.1 from even: 0.72 ln 1.44 + 0.28 ln 0.56; so 1 / β = ln(0.72 / 0.28)."""
     settings = {"kl_weight": 0.3, "kl_target": 0.1, "whiten": False, "decay": 1.0}

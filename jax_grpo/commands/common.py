@@ -180,8 +180,10 @@ def _open_workdir(
 def _stages_of(workdir: Path, reward_models: bool) -> list[Path]:
     """Checkpoints of a run's stages that train reward models, or of those that train the policy."""
     recipe = json.loads((workdir / "config.json").read_text())
-    trains = {name: recipe[name]["algorithm"]["name"] for name in recipe["stages"]}
-    chosen = [name for name in trains if (trains[name] == "reward_model") == reward_models]
+    names = {
+        name: recipe.get(name, {}).get("algorithm", {}).get("name") for name in recipe["stages"]
+    }
+    chosen = [name for name in names if (names[name] == "reward_model") == reward_models]
     return [workdir / "checkpoints" / name for name in chosen]
 
 

@@ -131,7 +131,7 @@ def build_stage(
         scorer = configure(build_reward_model, reward_model, where, model=model, earlier=earlier)
     weights = (*verifiers.weights, *([scorer.weight] if scorer else []))
     made = build_algorithm(algorithm, f"{name}.algorithm", weights)
-    sections = {"sampling": sampling, "rewards": rewards, "reward_model": reward_model}
+    sections = {"sampling": sampling, "rewards": rewards or None, "reward_model": reward_model}
     sections |= {"critic": critic, "reference": reference, "collect": collect}
     _check_sections(made, algorithm, {**sections, "heldout": heldout, "pack": pack or None})
 
