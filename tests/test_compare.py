@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import csv
+import inspect
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import small_run
 from small_run import CONFIG, CONFIGS, Ended, read_lines, run
 
+from jax_grpo.commands import compare, train
+from jax_grpo.commands.stage import build_stage
+from jax_grpo.memory import Memory
+
 STUDY = """
     config.study = {
         "base": ("sft",),
-        "methods": {"longer": ("sft",), "grpo": ("grpo",), "twice": ("sft", "grpo")},
+        "methods": {"longer": ("sft",), "twice": ("grpo", "sft")},
         "seeds": (3, 4),
-        "curves": ("rewards/correctness/mean", "loss"),
+        "curves": ("loss", "nowhere"),
     }
     del config.stages
-    config.evaluation.num_generations = 2
-    config.evaluation.pass_at = (2,)
+    config.evaluation.pass_at = (1,)
     return config
 """
 
 
+MEMORY = Memory(2**20, 2**19, 2**19, 0, 0, 0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What other tests have compiled; what the compiler says of it is asked in test_memory.py."""
     with (
         small_run.compiled_once(tmp_path_factory.getbasetemp() / "compiled"),
         small_run.one_device(),
+        mock.patch.object(compare, "measure", lambda calls: dict.fromkeys(calls, MEMORY)),
     ):
         yield
 
@@ -62,18 +73,17 @@ def test_a_study_ends_with_its_files(done):
     files = workdir(done)
     text = (files / "study.md").read_text()
     assert ended.out == f"{text}\nfiles: {files}\n"
-    methods = [line.split()[1] for line in text.splitlines() if line.startswith("| ")]
-    assert sorted(methods[:5]) == ["base", "grpo", "longer", "method", "twice"]
-    assert sorted(methods[5:]) == ["grpo", "longer", "method", "twice"]
-    assert "12 held-out prompts; means over seeds 3, 4" in text
-    assert len((files / "study.csv").read_text().splitlines()) == 1 + 3 * 2
+    first, second = text.split("On each device")[0].split("By sampled accuracy, seed by seed:")
+    for part in (first, second):
+        assert {"longer", "twice"} < {x.split()[1] for x in part.splitlines() if x[:2] == "| "}
+    assert "12 held-out prompts; means over seeds 3, 4" in first
     assert (files / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_each_method_begins_at_the_base_with_its_seed(done):
     files = workdir(done)
     base = json.loads((files / "base" / "summary.json").read_text())["stages"]["sft"]
-    for method, stages in {"longer": ["sft"], "grpo": ["grpo"], "twice": ["sft", "grpo"]}.items():
+    for method, stages in {"longer": ["sft"], "twice": ["grpo", "sft"]}.items():
         for seed in (3, 4):
             own = files / f"{method}-{seed}"
             config = json.loads((own / "config.json").read_text())
@@ -81,49 +91,84 @@ def test_each_method_begins_at_the_base_with_its_seed(done):
             assert config["model"] == {"path": str(files / "base")}
             before = json.loads((own / "summary.json").read_text())["before"]
             assert before == {name: base[name] for name in before}
-            assert {"accuracy", "accuracy_pass@2", "accuracy_greedy"} <= before.keys()
-    first = [read_lines(files / f"longer-{seed}" / "metrics.jsonl")[0] for seed in (3, 4)]
-    assert first[0]["loss"] != first[1]["loss"]
+            assert {"accuracy", "accuracy_pass@1", "accuracy_greedy"} <= before.keys()
+    first = [read_lines(files / f"longer-{seed}" / "metrics.jsonl")[0]["loss"] for seed in (3, 4)]
+    assert first[0] != first[1]
     # from where the base ended, and not from where it began
-    began = read_lines(files / "base" / "metrics.jsonl")[0]
-    assert max(line["loss"] for line in first) < began["loss"]
+    assert max(first) < read_lines(files / "base" / "metrics.jsonl")[0]["loss"]
 
 
-def test_tokens_are_added_up_over_stages(done):
-    rows = [line.split(",") for line in (workdir(done) / "study.csv").read_text().splitlines()]
-    names, *runs = rows
-    column = {name: names.index(name) for name in ("method", "sampled_tokens", "optimizer_tokens")}
-    tokens: dict[str, list[int]] = {}
-    for row in runs:
-        found = [int(row[column[n]]) for n in ("sampled_tokens", "optimizer_tokens")]
-        tokens.setdefault(row[column["method"]], found)
-    assert tokens["longer"][0] == 0
-    # 4 steps of 8 prompts of 8 tokens, each with its completion of 4
-    assert tokens["longer"][1] == 4 * 8 * (8 + 4)
-    assert 4 * 8 * 4 <= tokens["grpo"][0] <= 4 * 8 * 4 * 8  # G = 4, at most 8 tokens
-    assert tokens["twice"][1] > tokens["longer"][1]
+def test_what_was_spent_is_added_up_over_stages(done):
+    with (workdir(done) / "study.csv").open(newline="") as file:
+        rows = {(row["method"], int(row["seed"])): row for row in csv.DictReader(file)}
+    assert rows.keys() == {(method, seed) for method in ("longer", "twice") for seed in (3, 4)}
+    for (method, seed), row in rows.items():
+        file = workdir(done) / f"{method}-{seed}" / "summary.json"
+        stages = json.loads(file.read_text())["stages"].values()
+        for name in ("seconds", "sampled_tokens", "optimizer_tokens"):
+            assert float(row[name]) == pytest.approx(sum(stage[name] for stage in stages))
+        drawn = 4 * 8 * 4 * 8  # 4 steps of 8 groups of 4, of at most 8 tokens
+        assert float(row["sampled_tokens"]) <= (drawn if method == "twice" else 0)
+        last = json.loads(file.read_text())["stages"]["sft"]
+        assert float(row["after/accuracy"]) == last["accuracy"]
 
 
-def test_the_same_command_again_runs_nothing(done):
+def test_curves_are_of_the_last_stage(done):
+    file = workdir(done) / "twice-3" / "metrics.jsonl"
+    lines = [line for line in read_lines(file) if line["stage"] == "sft"]
+    curves = compare.read_curves(file, "sft", ("loss", "nowhere"))
+    assert curves == {"loss": {line["step"]: line["loss"] for line in lines}}
+    assert list(curves["loss"]) == [1, 2, 3, 4]
+
+
+def test_the_same_command_again_runs_what_is_missing(done):
     line, ended = done
-    before = {path: path.stat().st_mtime_ns for path in workdir(done).rglob("metrics.jsonl")}
-    assert len(before) == 7
+    files = workdir(done)
+    before = {path: path.stat().st_mtime_ns for path in files.rglob("metrics.jsonl")}
+    assert len(before) == 5
     again = run("compare", *line)
     assert (again.code, again.out, again.err) == (0, ended.out, "")
-    assert before == {path: path.stat().st_mtime_ns for path in before}
-
-
-def test_what_is_missing_is_run_again(done):
-    line, ended = done
-    shutil.rmtree(workdir(done) / "grpo-4")
+    shutil.rmtree(files / "longer-4")
     again = run("compare", *line)
-    assert again.code == 0
-    assert again.err.startswith(f"workdir {workdir(done) / 'grpo-4'}\n")
-    shown = [line.split("|")[1:6] for line in again.out.splitlines() if line.startswith("| grpo")]
-    assert (
-        shown[0]
-        == [line.split("|")[1:6] for line in ended.out.splitlines() if line.startswith("| grpo")][0]
-    )
+    assert again.err.startswith(f"workdir {files / 'longer-4'}\n")
+    changed = {path for path, when in before.items() if path.stat().st_mtime_ns != when}
+    assert changed == {files / "longer-4" / "metrics.jsonl"}
+    # the same draws: all but the seconds comes out as it did
+    assert [x.split("|")[:6] for x in again.out.splitlines()] == [
+        x.split("|")[:6] for x in ended.out.splitlines()
+    ]
+
+
+def test_no_path_is_needed_for_the_memory_alone():
+    """Rows that stand in are enough for every stage of the real study."""
+    config = train._load_config(str(CONFIGS / "study_llama3_8b.py"))
+    plan = compare.read_plan(**config.study.to_dict())
+    stands = compare.without_data(config)
+    for stages in plan.methods.values():
+        own = compare.recipe(stands, stages)
+        assert all(own[name]["data"]["source"].endswith("stand_in") for name in stages)
+    assert config.grpo.data.to_dict() == {"path": None}  # as it was
+    with pytest.raises(ValueError, match=r"config.grpo.data.path is missing"):
+        compare.recipe(config, ("grpo",))
+    config.sft.data.path = "rows.json"  # one path is that of all
+    assert compare.recipe(config, ("grpo",))["grpo"]["data"] == {"path": "rows.json"}
+
+
+# --- The studies that are there -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("study_*.py")))
+def test_every_study_is_read(name):
+    """Tuples, never lists; and no stage has a key that there is not."""
+    config = train._load_config(str(CONFIGS / name))
+    plan = compare.read_plan(**config.study.to_dict())
+    assert len(plan.seeds) == 3
+    known = inspect.signature(build_stage).parameters.keys()
+    for stages in (plan.base, *plan.methods.values()):
+        own = compare.recipe(compare.without_data(config), stages)
+        assert plan.measure in own["evaluation"]["measures"]
+        assert all(own[name].keys() <= known for name in stages)
+        assert "[" not in repr(own)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +179,7 @@ def test_what_is_missing_is_run_again(done):
         (["--config.study.measure=right"], "config.evaluation.measures has no 'right'"),
         (["--config.study.curve=('loss',)"], "config.study: no key 'curve'; valid keys: methods"),
         (["--config.grpo.algorithm.betta=1.0"], "config.grpo.algorithm: no key 'betta'"),
-        (["--topology=v5e:4x4"], "--topology needs config.study.preset, one of: tiny"),
+        (["--topology=v5e:4x4"], "config.study.preset is '', which is not one of: tiny"),
     ],
 )
 def test_refusals(flags, message, tmp_path):

@@ -37,6 +37,16 @@ def get_config():
     config.reward = {
         **grpo, "algorithm": {"name": "reward_model"}, "collect": {"num_prompts": 16},
     }
+    pairs = {
+        "source": "jax_grpo.arithmetic.preferences", "padded_share": 1.0, "count": 200,
+        "min_terms": 4, "max_terms": 4, "max_operand": 5, "max_partial": 9,
+    }
+    config.pairs = {
+        **grpo, "algorithm": {"name": "reward_model"}, "data": pairs, "num_steps": 30,
+        "heldout": {**pairs, "split": "heldout", "count": 50}, "max_completion_length": 64,
+        "optimizer": {"learning_rate": 1e-3, "b2": 0.99},
+    }
+    del config.pairs["rewards"], config.pairs["sampling"]
     config.ppo = {
         **grpo, "algorithm": {"name": "ppo", "kl_target": 0.1}, "reward_model": {"stage": "reward"},
         "critic": {"optimizer": {"learning_rate": 1e-3}}, "minibatches": 2, "passes": 2,
@@ -215,3 +225,131 @@ def test_a_run_goes_on_where_it_was_in_every_stage(whole, config, one_device, tm
         for w in (tmp_path / "w", whole[0])
     )
     assert found == expected
+
+
+def test_a_reward_model_is_exported_and_scores_again(whole, config, one_device, tmp_path):
+    """As a Hugging Face directory, and as the workdir that it is in."""
+    exported = tmp_path / "exported"
+    flags = (f"--model={whole[0]}", f"--out={exported}", "--dtype=float32", "--reward_model")
+    assert run("export", *flags).code == 0
+    means = []
+    for path in (whole[0], exported):
+        workdir = tmp_path / f"from-{Path(path).name}"
+        ended = run(
+            "train",
+            f"--config={config}",
+            f"--workdir={workdir}",
+            "--config.stages=('ppo',)",
+            f"--config.ppo.reward_model={{'path':'{path}','name':'taste','weight':0.5}}",
+            "--config.ppo.num_steps=1",
+            "--config.ppo.critic.start=policy",
+        )
+        assert ended.code == 0, ended.err
+        (row,) = lines(workdir, "ppo")
+        means.append(row["rewards/taste/mean"])
+        assert row["reward"] == pytest.approx(
+            row["rewards/odd/mean"] + 0.5 * row["rewards/taste/mean"], abs=1e-5
+        )
+    assert means[0] == pytest.approx(means[1], abs=1e-5)
+    ended = run(
+        "train",
+        f"--config={config}",
+        f"--workdir={tmp_path / 'x'}",
+        "--config.stages=('ppo',)",
+        f"--config.ppo.reward_model={{'path':'{tmp_path}'}}",
+    )
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+
+
+def test_held_out_pairs_are_measured(config, one_device, tmp_path):
+    """A reward model that learns which answer is longer knows it of pairs that it has not seen."""
+    flags = (f"--config={config}", f"--workdir={tmp_path / 'w'}", "--config.stages=('pairs',)")
+    ended = run("train", *flags)
+    assert ended.code == 0, ended.err
+    found = json.loads((tmp_path / "w" / "summary.json").read_text())["stages"]["pairs"]
+    assert found["heldout/accuracy"] > 0.95
+    assert found["sampled_tokens"] == 0
+
+
+# --- Learning ------------------------------------------------------------------------------------
+
+PARITY = r'''
+import random
+
+
+def parity(prompts, completion_ids, **_):
+    """Whether the first token is as even as the number that the prompt begins with."""
+    return [float(ids[0] % 2 == int(p[0]) % 2) for p, ids in zip(prompts, completion_ids)]
+
+
+def noise(completion_ids, **_):
+    """A coin for each, whatever it says."""
+    coin = random.Random(repr([list(map(int, ids)) for ids in completion_ids]))
+    return [float(coin.random() < 0.5) for _ in completion_ids]
+'''
+
+LEARN = """
+import runpy
+
+def get_config(method):
+    config = runpy.run_path(SMALL)["get_config"]()
+    grpo = config.grpo.to_dict()
+    del config.sft
+    data = {**grpo["data"], "min_terms": 2, "max_terms": 2, "count": 400}
+    config.evaluation.data.update(min_terms=2, max_terms=2, count=64, split="train", seed=99)
+    config.evaluation.rewards = {"parity": {"function": FILE + ":parity"}}
+    config.evaluation.measures = {"accuracy": "parity"}
+    config.evaluation.max_new_tokens, config.evaluation.max_prompt_length = 8, 5
+    config.evaluation.num_generations, config.evaluation.batch = 8, 64
+    grpo.update(
+        data=data, num_steps=60, prompts_per_step=16, max_completion_length=8, max_prompt_length=5,
+        checkpoint_every=60, sampling={"num_generations": 8},
+        optimizer={"learning_rate": 1e-3, "b2": 0.99},
+        rewards={"parity": {"function": FILE + ":parity", "weight": 1.0},
+                 "noise": {"function": FILE + ":noise", "weight": 0.0}},
+    )
+    config.stages = ("learn",)
+    config.learn = {**grpo, **{
+        "grpo": {"algorithm": {"name": "grpo", "kl_weight": 0.0}},
+        "rft_online": {"algorithm": {"name": "rft", "threshold": 0.0}},
+        "rft": {"algorithm": {"name": "sft"}, "collect": {"rounds": 3, "threshold": 0.0}},
+        "dpo": {"algorithm": {"name": "dpo"}, "collect": {"rounds": 2, "threshold": 0.0}},
+        "ppo": {"algorithm": {"name": "ppo"}, "critic": {"optimizer": {"learning_rate": 1e-3}}},
+    }[method]}
+    del config.grpo
+    return config
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "rft_online", "rft", "dpo", "ppo"])
+def test_learning(method, one_device, tmp_path):
+    """A task of the first token, from a model that knows nothing and is right half of the time.
+
+    Rewards for it raise it above 0.9; rewards that have nothing to do with it leave it near a half;
+    inverted ones take it below 0.1.
+    """
+    (tmp_path / "mine.py").write_text(PARITY)
+    small = small_run.write_config(tmp_path)
+    file = tmp_path / "learn.py"
+    mine = repr(str(tmp_path / "mine.py"))
+    file.write_text(LEARN.replace("SMALL", repr(small)).replace("FILE", mine))
+
+    def learn(name: str, parity: float, noise: float) -> float:
+        threshold = [f"algorithm.threshold={-0.5 * (parity < 0)}"] * (method == "rft_online")
+        threshold += [f"collect.threshold={-0.5 * (parity < 0)}"] * (method in ("rft", "dpo"))
+        flags = [f"rewards.parity.weight={parity}", f"rewards.noise.weight={noise}", *threshold]
+        ended = run(
+            "train",
+            f"--config={file}:{method}",
+            f"--workdir={tmp_path / name}",
+            *(f"--config.learn.{flag}" for flag in flags),
+        )
+        assert ended.code == 0, ended.err
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert 0.3 < summary["before"]["accuracy"] < 0.7
+        return summary["stages"]["learn"]["accuracy"]
+
+    assert learn("right", 1.0, 0.0) > 0.9
+    assert 0.2 < learn("random", 0.0, 1.0) < 0.8
+    assert learn("inverted", -1.0, 0.0) < 0.1

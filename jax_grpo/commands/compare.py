@@ -75,8 +75,9 @@ def run(values: flags.FlagValues) -> int:
         study.check_plotting()
     # All is built before anything runs, on the model that the base begins as: of the same shape.
     built = dict(zip(plan.methods, map(build, recipes), strict=True))
-    jax.config.update("jax_compilation_cache_dir", str(workdir / "cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if not jax.config.jax_compilation_cache_dir:  # what one seed compiles, the next one reads
+        jax.config.update("jax_compilation_cache_dir", str(workdir / "cache"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return train.reporting("compare", workdir, lambda: compare(config, plan, built, workdir))
 
 
