@@ -15,7 +15,8 @@ def read_version() -> str:
 
 
 GGUF = ["gguf>=0.17"]
-TEST = ["pytest>=8.2", *GGUF]
+STUDY = ["matplotlib>=3.9"]
+TEST = ["pytest>=8.2", "pytest-xdist>=3.6", *GGUF, *STUDY]
 
 setup(
     name="jax_grpo",
@@ -48,6 +49,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda12]"],  # the one that also runs under older drivers
         "gguf": GGUF,
+        "study": STUDY,
         "test": TEST,
         "dev": [*TEST, "mypy>=1.15", "ruff>=0.12"],
     },

@@ -17,19 +17,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jax_grpo import checkpoint, data, dataset, metrics
-from jax_grpo.evaluate import Completions, fetch, judge
-from jax_grpo.sampling import purpose_key
+from jax_grpo import checkpoint, data, dataset, metrics, sampled
+from jax_grpo.evaluate import fetch
 from jax_grpo.scoring import Layout, plan
-from jax_grpo.sharding import put_batch
 from jax_grpo.stages import (
-    TRAINING,
     Batch,
     Evaluation,
     Functions,
@@ -43,7 +39,6 @@ from jax_grpo.stages import (
 )
 from jax_grpo.types import (
     Params,
-    PyTree,
     Rewards,
     Rollout,
     Scores,
@@ -55,29 +50,12 @@ class Diverged(FloatingPointError):
     """More updates were not finite than the stage lets pass."""
 
 
-class Frozen(NamedTuple):
-    """The models that a stage holds and does not train, in the compute dtype."""
-
-    reference: Params | None = None  # where it does not move with the policy
-    reward_model: Params | None = None
-
-
-class Judged(NamedTuple):
-    """A rollout and what it is worth."""
-
-    rollout: Rollout
-    completions: Completions
-    rewards: Rewards  # [P, G, R]
-    logged: dict[str, list[float]]
-    extra: dict[str, list[Any]]
-
-
 def policy_step(
     model: Model,
     stage: Stage,
     run: Functions,
     state: TrainState,
-    frozen: Frozen,
+    frozen: sampled.Frozen,
     step: int,
     dispatched: Callable[[], None],
 ) -> Taken:
@@ -93,29 +71,29 @@ def policy_step(
       dispatched: called while the device samples.
     """
     sampler = run.sampling_copy(state.params)
-    rollout = _draw(model, stage, run, sampler, step)  # [P, G, C]
+    rollout = sampled.draw(model, stage, run, sampler, step)  # [P, G, C]
     layout = plan(rollout)
-    scores = _ask(stage, run, state, frozen, layout)  # [P, G, C]
+    scores = sampled.ask(stage, run, state, frozen, layout)  # [P, G, C]
     dispatched()  # the update before this one has ended when it returns
     start = time.monotonic()
     completions = fetch(rollout)
-    sampled = time.monotonic()
+    arrived = time.monotonic()
 
     # Verifiers run here while the device scores.
-    judged = _judge(model, stage, run, frozen, rollout, completions, step)  # [P, G, R]
+    judged = sampled.judge(model, stage, run, frozen, rollout, completions, step)  # [P, G, R]
     done = time.monotonic()
     drawn, redraws = int(completions.lengths.sum()), 0
-    while (again := _unkept(stage, judged.rewards)).any() and redraws < stage.max_redraws:
+    while (again := sampled.unkept(stage, judged.rewards)).any() and redraws < stage.max_redraws:
         redraws += 1
-        rollout = _draw(model, stage, run, sampler, step, redraws)
-        more = _judge(model, stage, run, frozen, rollout, fetch(rollout), step)
+        rollout = sampled.draw(model, stage, run, sampler, step, redraws)
+        more = sampled.judge(model, stage, run, frozen, rollout, fetch(rollout), step)
         drawn += int(more.completions.lengths.sum())
-        judged = _refill(run, judged, more, again, _unkept(stage, more.rewards))
+        judged = sampled.refill(run, judged, more, again, sampled.unkept(stage, more.rewards))
     del sampler
     rollout, completions, rewards, logged, extra = judged
     if redraws:
         layout = plan(rollout)
-        scores = _ask(stage, run, state, frozen, layout)
+        scores = sampled.ask(stage, run, state, frozen, layout)
     jax.block_until_ready(scores)  # the update needs them anyway
     scored = time.monotonic()
 
@@ -134,9 +112,9 @@ def policy_step(
         "temperature": float(rollout.temperature),
         "tokens": tokens + prompt_tokens,
         "sampled_tokens": drawn,
-        "tokens_per_second/rollout": tokens / max(sampled - start, 1e-9),
-        "seconds/rollout": sampled - start,
-        "seconds/rewards": done - sampled,
+        "tokens_per_second/rollout": tokens / max(arrived - start, 1e-9),
+        "seconds/rollout": arrived - start,
+        "seconds/rewards": done - arrived,
         "seconds/reference": scored - done if scores != Scores() else 0.0,
     }
     return Taken(state, measured, batch, extra)
@@ -160,108 +138,6 @@ def dataset_step(
     state, measured, batch = _learn(stage, run, state, rollout, plan(rollout), rewards, scores)
     dispatched()
     return Taken(state, {**measured, "tokens": tokens}, batch)
-
-
-def _draw(
-    model: Model, stage: Stage, run: Functions, sampler: Params, step: int, redraw: int = 0
-) -> Rollout:
-    """Dispatches a step's rollout; the prompts of a redraw are others."""
-    assert stage.sampling is not None and isinstance(stage.data, data.Prompts)
-    count, P = len(stage.data.rows), stage.prompts_per_step
-    seed, key = (stage.seed, stage.number), purpose_key(stage.seed, stage.number, TRAINING, step)
-    rows = data.row_indices(seed, step, count, P)
-    if redraw:
-        rows = data.row_indices((*seed, step, redraw), 0, count, P)
-        key = jax.random.fold_in(key, redraw)
-    prompts = put_batch(data.prompt_batch(stage.data, rows, stage.prompt_length), model.mesh)
-    temperature = stage.sampling.temperature(step)
-    return run.generate(sampler, prompts, key, temperature, stage.sampling.max_new_tokens)
-
-
-def _ask(stage: Stage, run: Functions, state: TrainState, frozen: Frozen, layout: Layout) -> Scores:
-    """Dispatches what the algorithm's flags ask for, `[P, G, C]` each."""
-    wanted, scores = stage.algorithm, Scores()
-    if wanted.needs_reference:
-        reference: PyTree = state.reference if stage.moving_reference else frozen.reference
-        scores = scores._replace(reference_logps=run.logps(reference, layout))
-    if wanted.needs_proximal:
-        scores = scores._replace(proximal_logps=run.logps(state.params, layout))
-    if wanted.needs_critic:
-        scores = scores._replace(values=run.values(state.critic, layout))
-    return scores
-
-
-def _judge(
-    model: Model,
-    stage: Stage,
-    run: Functions,
-    frozen: Frozen,
-    rollout: Rollout,
-    completions: Completions,
-    step: int,
-) -> Judged:
-    """What the verifiers say, and the reward model, whose column is the last."""
-    assert stage.verifiers is not None and isinstance(stage.data, data.Prompts)
-    scores = None
-    if frozen.reward_model is not None:
-        scores = run.reward_scores(frozen.reward_model, plan(rollout))
-    logged: dict[str, list[float]] = {}
-    extra: dict[str, list[Any]] = {}
-    rewards = judge(
-        stage.verifiers,
-        model.tokenizer,
-        stage.data,
-        completions,
-        trainer_state=SimpleNamespace(global_step=step, max_steps=stage.num_steps),
-        log_metric=lambda name, value: logged.setdefault(name, []).append(float(value)),
-        log_extra=lambda column, values: extra.update({column: list(values)}),
-    )
-    if scores is not None:
-        column = np.asarray(scores)[..., None]
-        rewards = Rewards(
-            np.concatenate([rewards.values, column], axis=-1),
-            np.concatenate([rewards.valid, np.ones_like(column, bool)], axis=-1),
-        )
-    return Judged(rollout, completions, rewards, logged, extra)
-
-
-def _unkept(stage: Stage, rewards: Rewards) -> np.ndarray:
-    """The groups that the algorithm would rather draw again, `[P]` bool."""
-    if stage.algorithm.keep is None:
-        return np.zeros(rewards.values.shape[0], bool)
-    return ~np.asarray(stage.algorithm.keep(rewards))
-
-
-def _refill(
-    run: Functions, some: Judged, more: Judged, again: np.ndarray, useless: np.ndarray
-) -> Judged:
-    """Puts groups of a redraw that are of use in the places of those that are not."""
-    P = len(again)
-    which, spare = np.arange(P), P + np.flatnonzero(~useless)
-    places = np.flatnonzero(again)[: len(spare)]
-    which[places] = spare[: len(places)]
-
-    def take(a: Any, b: Any) -> Any:
-        return np.concatenate([a, b])[which]
-
-    def column(a: list[Any], b: list[Any]) -> list[Any]:
-        G = len(a) // P
-        whole = [*a, *b]
-        return [value for p in which for value in whole[p * G : (p + 1) * G]]
-
-    return Judged(
-        run.choose(some.rollout, more.rollout, which),
-        Completions(*map(take, some.completions, more.completions)),
-        Rewards(*map(take, some.rewards, more.rewards)),
-        {
-            name: some.logged.get(name, []) + more.logged.get(name, [])
-            for name in {**some.logged, **more.logged}
-        },
-        {
-            name: column(some.extra[name], more.extra[name])
-            for name in some.extra.keys() & more.extra.keys()
-        },
-    )
 
 
 def _learn(
@@ -414,9 +290,9 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> En
 
 def _models(
     stage: Stage, run: Functions, params: Params, workdir: Path, restored: TrainState | None
-) -> tuple[TrainState, Frozen]:
+) -> tuple[TrainState, sampled.Frozen]:
     """The state that a stage begins or goes on with, and the models that it does not train."""
-    frozen, reward_model = Frozen(), None
+    frozen, reward_model = sampled.Frozen(), None
     if stage.algorithm.needs_reference and stage.algorithm.source == "policy":
         if stage.moving_reference is None:
             frozen = frozen._replace(reference=run.frozen_copy(params))

@@ -44,6 +44,7 @@ LAYERS = {
     "study": 6,
     "collect": 6,
     "dataset": 7,
+    "sampled": 7,
     "train": 8,
     "commands": 9,
     "__main__": 9,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,8 @@ def run(values: flags.FlagValues) -> int:
         study.check_plotting()
     # All is built before anything runs, on the model that the base begins as: of the same shape.
     built = dict(zip(plan.methods, map(build, recipes), strict=True))
-    if not jax.config.jax_compilation_cache_dir:  # what one seed compiles, the next one reads
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        # What one seed compiles, the next one reads.
         jax.config.update("jax_compilation_cache_dir", str(workdir / "cache"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return train.reporting("compare", workdir, lambda: compare(config, plan, built, workdir))
@@ -211,13 +213,14 @@ def _facts(built: Mapping[str, Built], file: Path) -> dict[str, Any]:
         assert evaluation is not None
         facts["prompts"] = len(evaluation.prompts.rows)
         if method not in facts["memory"]:
-            facts["memory"][method] = memory_of(model, stages[-1])
+            facts["memory"][method] = memory_of(method, model, stages[-1])
     write_json(file, facts)
     return facts
 
 
-def memory_of(model: Model, stage: Stage) -> dict[str, Any]:
-    """A stage's memory at its peak, as the study wants it."""
+def memory_of(method: str, model: Model, stage: Stage) -> dict[str, Any]:
+    """The memory of a method's stage at its peak, as the study wants it."""
+    print(f"asking the compiler what memory {method} needs", file=sys.stderr)
     with jax.set_mesh(model.mesh):
         during, memory = peak(measure(abstract_calls(model, stage)))
     return {"during": during, **memory._asdict()}
@@ -244,7 +247,7 @@ def memory_on(topology: str, config: ConfigDict, plan: Plan) -> dict[str, dict[s
         dtype = compute_dtype(own.get("dtype") or "bfloat16")
         tokenizer = arithmetic.tokenizer()
         model = Model(PRESETS[plan.preset], tokenizer, (tokenizer.eos_token_id,), mesh, dtype)
-        memories[method] = memory_of(model, build_stages(own, model)[-1])
+        memories[method] = memory_of(method, model, build_stages(own, model)[-1])
     return memories
 
 
