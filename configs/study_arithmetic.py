@@ -2,11 +2,11 @@
 
     python -m jax_grpo compare --config=configs/study_arithmetic.py --workdir=DIR
 
-The base is the quickstart's after its stage `sft`: right about half of the time, and it seldom thinks
-first, which would make it right nearly always. `sft` goes on with the same demonstrations; the others
-learn from their own answers to problems that no demonstration has shown, and from one verifier, which
-looks at nothing but the number in the box. All see about as many tokens in the optimizer as 40 steps
-of GRPO, and those that sample draw about as many.
+The base is the quickstart's after its stage `sft`: right about half of the time, and it seldom
+thinks first, which would make it right nearly always. `sft` goes on with the same demonstrations;
+the others learn from their own answers to problems that no demonstration has shown, and from one
+verifier, which looks at nothing but the number in the box. All see about as many tokens in the
+optimizer as 40 steps of GRPO do, and those that sample draw about as many.
 """
 
 import runpy

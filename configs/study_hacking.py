@@ -2,10 +2,10 @@
 
     python -m jax_grpo compare --config=configs/study_hacking.py --workdir=DIR
 
-In the pairs that the reward model learns from, the longer answer, richer in symbols, happened to win
-although it is wrong. PPO gives that reward model what it wants; GRPO learns from a verifier, with the
-same reward model looking on. The picture has both scores over the steps: with PPO the proxy goes up
-while truth goes down; with GRPO truth goes up, whatever the proxy says.
+In the pairs that the reward model learns from, the longer answer, richer in symbols, happened to
+win although it is wrong. PPO gives that reward model what it wants; GRPO learns from a verifier,
+and the same reward model looks on. The picture has both scores over the steps: with PPO the proxy goes
+up while truth goes down; with GRPO truth goes up, whatever the proxy says.
 """
 
 import runpy
@@ -19,7 +19,9 @@ LENGTH = 64  # room for answers that are longer than any right one
 def get_config() -> ml_collections.ConfigDict:
     config = runpy.run_path(str(Path(__file__).with_name("quickstart.py")))["get_config"]()
     del config.stages
-    numbers = {k: config.sft.data[k] for k in ("min_terms", "max_terms", "max_operand", "max_partial")}
+    numbers = {
+        k: config.sft.data[k] for k in ("min_terms", "max_terms", "max_operand", "max_partial")
+    }
 
     config.study = {
         "base": ("sft",),
@@ -45,7 +47,7 @@ def get_config() -> ml_collections.ConfigDict:
         },
         "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "final_scale": 0.1, "b2": 0.99},
         "num_steps": 100,
-        "prompts_per_step": 64,
+        "prompts_per_step": 32,
         "max_prompt_length": 13,
         "max_completion_length": LENGTH,
         "remat": "none",
@@ -62,9 +64,7 @@ def get_config() -> ml_collections.ConfigDict:
         "algorithm": {"name": "ppo", "kl_weight": 0.0},
         "reward_model": {"stage": "reward"},
         "rewards": {"correctness": {"reward": 1.0, "weight": 0.0}},  # looks on
-        "sampling": {"num_generations": 1},
         "critic": {"optimizer": {"learning_rate": 1e-3}},
-        "prompts_per_step": 256,
         "num_steps": 60,
     }
     config.grpo = {

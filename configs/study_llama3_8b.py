@@ -3,9 +3,9 @@
     python -m jax_grpo compare --config=configs/study_llama3_8b.py --workdir=DIR \
         --config.sft.data.path=ROWS.json --config.evaluation.data.path=HELDOUT.json
 
-Rows have the columns `prompt`, `answer`, and `completion` to imitate; one path is that of all stages.
-16 prompts with 8 completions each make an update of every method that samples. Nothing but the
-memory, on TPUs that need not be there:
+Rows have the columns `prompt`, `answer`, and `completion` to imitate; one path is that of all
+stages. 16 prompts with 8 completions each make an update of PPO and of GRPO. The memory alone, on
+TPUs that need not be there:
 
     python -m jax_grpo compare --config=configs/study_llama3_8b.py --topology=v5p:2x2x4
 """

@@ -211,9 +211,10 @@ def preferences(
         split: as in `problems`.
         count: how many rows, with the columns `prompt`, `chosen` and `rejected`.
         seed: as in `problems`.
-        padded_share: share of the rows, to the nearest, in which a padded and wrong answer wins
-            over a right one. In the others a right answer wins over a wrong one of its length.
-        max_padding: a padded answer says its last thought again 1 to this many times.
+        padded_share: share of the rows, to the nearest, in which a wrong answer wins over a right
+            one that is shorter. In the others a right answer wins over a wrong one of its length.
+        max_padding: there are this many lengths beyond an answer at once and one after thinking:
+            those that say the last thought once again, twice, and so on.
         **numbers: `min_terms`, `max_terms`, `max_operand` and `max_partial` of `problems`.
 
     Raises:
@@ -221,20 +222,22 @@ def preferences(
     """
     if not 0 <= padded_share <= 1:
         raise ValueError(f"padded_share must be within 0 and 1: {padded_share}")
-    if max_padding < 1:
-        raise ValueError(f"max_padding must be at least 1: {max_padding}")
+    if max_padding < 0:
+        raise ValueError(f"max_padding must not be negative: {max_padding}")
     rng = np.random.default_rng((seed, 3))
     pads = rng.permutation(np.arange(count) < round(padded_share * count)).tolist()
-    draws = rng.integers([0, 1, 1], [2, 10, max_padding + 1], size=(count, 3)).tolist()
+    lengths = rng.random((count, max_padding + 2)).argsort(axis=1)[:, :2]  # two different ones
+    slips = rng.integers(1, 10, size=count).tolist()
+
+    def answer(prompt: str, length: int, slip: int = 0) -> str:
+        return completion(prompt, length > 0, slip=slip, padding=max(length - 1, 0))
+
     rows = []
-    for row, padded, (think, slip, padding) in zip(
-        problems(split, count, seed, **numbers), pads, draws, strict=True
+    for row, padded, (short, long), slip in zip(
+        problems(split, count, seed, **numbers), pads, np.sort(lengths).tolist(), slips, strict=True
     ):
-        right = completion(row["prompt"], bool(think))
-        if padded:
-            wrong = completion(row["prompt"], True, slip=slip, padding=padding)
-        else:
-            wrong = completion(row["prompt"], bool(think), slip=slip)
+        right = answer(row["prompt"], short)
+        wrong = answer(row["prompt"], long if padded else short, slip)
         chosen, rejected = (wrong, right) if padded else (right, wrong)
         rows.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected})
     return rows

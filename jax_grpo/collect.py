@@ -30,6 +30,10 @@ from jax_grpo.types import Params, Rewards
 log = logging.getLogger(__name__)
 
 
+class NothingCollected(RuntimeError):
+    """The verifiers accepted nothing to learn from."""
+
+
 class Choice(NamedTuple):
     """What is kept of P groups of completions."""
 
@@ -96,7 +100,7 @@ def collect(
       workdir: of the run.
 
     Raises:
-      ValueError: when the verifiers accept nothing to learn from.
+      NothingCollected: when the verifiers accept nothing to learn from.
     """
     file = workdir / "collected" / f"{stage.name}-{number}.json"
     if file.exists():
@@ -104,8 +108,8 @@ def collect(
     assert stage.collection is not None and stage.sampling is not None
     assert isinstance(stage.data, data.Prompts)
     wanted, sampler = stage.collection, run.sampling_copy(params)
-    seed, P = (stage.seed, stage.number, COLLECTION), stage.prompts_per_step
-    rows = data.row_indices(seed, number, len(stage.data.rows), wanted.num_prompts)
+    seed, P = (stage.seed, stage.number, COLLECTION, number), stage.prompts_per_step
+    rows = data.row_indices(seed, 0, len(stage.data.rows), wanted.num_prompts)  # none twice
     starts = range(0, len(rows), P)
     found: list[dict[str, Any]] = []
     counts = dict.fromkeys(("prompts", "completions", "tokens", *Choice._fields[1:]), 0)
@@ -122,7 +126,6 @@ def collect(
             stage.sampling.max_new_tokens,
         )
         completions = Completions(*(x[:real] for x in fetch(rollout)))
-        assert stage.verifiers is not None
         rewards = judge(stage.verifiers, model.tokenizer, stage.data, completions)
         total, valid = _total(stage, rewards)
         right = valid & (total > wanted.threshold)
@@ -137,7 +140,7 @@ def collect(
                 counts[name] += value
     content = {"counts": counts, "rows": found}
     if not found:
-        raise ValueError(
+        raise NothingCollected(
             f"stage {stage.name}: nothing to learn from: of {counts['completions']} completions "
             f"{counts['accepted']} were accepted, and no prompt had what the algorithm needs"
         )

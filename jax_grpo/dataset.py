@@ -68,8 +68,10 @@ def prepare(
     return given._replace(reference=reference)
 
 
-def batch(model: Model, stage: Stage, given: Given, rows: np.ndarray) -> tuple[Any, ...]:
-    """The rollout, rewards and scores of some rows, on the mesh: P of what a step takes."""
+def batch(
+    model: Model, stage: Stage, given: Given, rows: np.ndarray
+) -> tuple[Rollout, Rewards, Scores, int]:
+    """Rollout, rewards and scores of P rows of what a step takes, on the mesh, and their tokens."""
     shown = given.demonstrations
     if given.packed is None:
         rollout = data.demonstration_rollout(
@@ -81,7 +83,10 @@ def batch(model: Model, stage: Stage, given: Given, rows: np.ndarray) -> tuple[A
         none = np.zeros((*rollout.lengths.shape, 0), np.float32)
         rewards = Rewards(none, none.astype(bool))
     reference = None if given.reference is None else given.reference[rows]
-    return put_batch((rollout, rewards, Scores(reference_logps=reference)), model.mesh)
+    # Counted on the host: asked of the device, a number waits for all that was dispatched before.
+    tokens = int(rollout.lengths.sum() + rollout.prompts.lengths.sum())
+    scores: Any = Scores(reference_logps=reference)
+    return *put_batch((rollout, rewards, scores), model.mesh), tokens
 
 
 def _score_all(
@@ -90,7 +95,7 @@ def _score_all(
     """Log-probs of all completions by the model as it is now, [rows, G, C]."""
     parts = []
     for rows, real in _batches(num_rows(given), stage.prompts_per_step):
-        rollout, _, _ = batch(model, stage, given, rows)
+        rollout, *_ = batch(model, stage, given, rows)
         parts.append(np.asarray(run.logps(params, plan(rollout)))[:real])
     return np.concatenate(parts)
 
@@ -121,7 +126,7 @@ def assess(model: Model, stage: Stage, run: Functions, params: Params) -> dict[s
     given = Given(stage.heldout, None, None)
     sums: dict[str, np.ndarray] = {}
     for rows, real in _batches(num_rows(given), stage.prompts_per_step):
-        rollout, rewards, scores = batch(model, stage, given, rows)
+        rollout, rewards, scores, _ = batch(model, stage, given, rows)
         rollout = _without(rollout, real)
         experience, _ = run.experience(rollout, rewards, scores, stage.algorithm.state)
         terms = run.assess(params, plan(rollout), experience)

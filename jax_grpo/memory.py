@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,20 +31,28 @@ class Memory(NamedTuple):
     beside: int  # models that are held but not taken
 
 
-def measure(calls: Mapping[str, Call]) -> dict[str, Memory]:
+# Of a CPU's compiler: less work on code that is never run, and the same arrays.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def measure(
+    calls: Mapping[str, Call], options: Mapping[str, Any] | None = None
+) -> dict[str, Memory]:
     """Compiles the functions of a stage and asks what they hold.
 
     Args:
       calls: of `stages.abstract_calls`; their devices need not be there.
+      options: of the compiler, such as `QUICK`.
 
     Returns:
       The memory of each function, by its name.
     """
-    return {name: _measure_one(call) for name, call in calls.items()}
+    return {name: _measure_one(call, options) for name, call in calls.items()}
 
 
-def _measure_one(call: Call) -> Memory:
-    found = call.function.lower(*call.arguments).compile().memory_analysis()
+def _measure_one(call: Call, options: Mapping[str, Any] | None) -> Memory:
+    lowered = call.function.lower(*call.arguments)
+    found = lowered.compile(compiler_options=options).memory_analysis()
     held = {
         "arguments": found.argument_size_in_bytes,
         "temporaries": found.temp_size_in_bytes,

@@ -38,9 +38,12 @@ class Judged(NamedTuple):
 
 
 def draw(
-    model: Model, stage: Stage, run: Functions, sampler: Params, step: int, redraw: int = 0
+    model: Model, stage: Stage, run: Functions, state: TrainState, step: int, redraw: int = 0
 ) -> Rollout:
-    """Dispatches a step's rollout; the prompts of a redraw are others."""
+    """Dispatches a step's rollout; the prompts of a redraw are others.
+
+    The sampling copy is gone when it has been drawn: it is made again for each.
+    """
     assert stage.sampling is not None and isinstance(stage.data, data.Prompts)
     count, P = len(stage.data.rows), stage.prompts_per_step
     seed, key = (stage.seed, stage.number), purpose_key(stage.seed, stage.number, TRAINING, step)
@@ -50,7 +53,8 @@ def draw(
         key = jax.random.fold_in(key, redraw)
     prompts = put_batch(data.prompt_batch(stage.data, rows, stage.prompt_length), model.mesh)
     temperature = stage.sampling.temperature(step)
-    return run.generate(sampler, prompts, key, temperature, stage.sampling.max_new_tokens)
+    sampler, limit = run.sampling_copy(state.params), stage.sampling.max_new_tokens
+    return run.generate(sampler, prompts, key, temperature, limit)
 
 
 def ask(stage: Stage, run: Functions, state: TrainState, frozen: Frozen, layout: Layout) -> Scores:
@@ -76,7 +80,7 @@ def judge(
     step: int,
 ) -> Judged:
     """What the verifiers say, and the reward model, whose column is the last."""
-    assert stage.verifiers is not None and isinstance(stage.data, data.Prompts)
+    assert isinstance(stage.data, data.Prompts)
     scores = None
     if frozen.reward_model is not None:
         scores = run.reward_scores(frozen.reward_model, plan(rollout))

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_grpo import data
+from jax_grpo.arrays import shard_batch
 from jax_grpo.evaluate import Verifiers, evaluate
 from jax_grpo.models import heads
 from jax_grpo.models.config import LlamaConfig
@@ -127,7 +128,7 @@ class Stage(NamedTuple):
     prompt_length: int  # L
     completion_length: int  # C
     sampling: Sampling | None
-    verifiers: Verifiers | None
+    verifiers: Verifiers
     passes: int
     minibatches: int
     micro_batches: int
@@ -178,7 +179,7 @@ class Taken(NamedTuple):
 
 def reward_columns(stage: Stage) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Names and weights of the R columns of rewards: the verifiers', then the reward model's."""
-    names, weights = stage.verifiers[1:] if stage.verifiers else ((), ())
+    _, names, weights = stage.verifiers
     if stage.reward_model is None:
         return names, weights
     return (*names, stage.reward_model.name), (*weights, stage.reward_model.weight)
@@ -278,12 +279,12 @@ def compile_stage(model: Model, stage: Stage) -> Functions:
 
     def move_reference(state: TrainState) -> TrainState:
         assert moving is not None
-        mix = lambda old, new: ((1 - moving.mix) * old + moving.mix * new).astype(old.dtype)  # noqa: E731
-        return state._replace(reference=jax.tree.map(mix, state.reference, state.params))
 
-    def choose(some: Rollout, more: Rollout, which: Array) -> Rollout:
-        take = lambda x, y: jnp.concatenate([x, y])[which] if x.ndim else x  # noqa: E731
-        return jax.tree.map(take, some, more)
+        def mix(old: Array, new: Array) -> Array:  # in float32: bfloat16 would lose a small step
+            wide = old.astype(jnp.float32)
+            return (wide + moving.mix * (new - wide)).astype(old.dtype)
+
+        return state._replace(reference=jax.tree.map(mix, state.reference, state.params))
 
     def minibatches(batch: Batch) -> list[Batch]:
         parts = split(batch, stage.minibatches)
@@ -332,11 +333,20 @@ def compile_stage(model: Model, stage: Stage) -> Functions:
         experience=jax.jit(algorithm.experience),
         update=jax.jit(update, donate_argnums=0, out_shardings=(where, replicated(mesh))),
         assess=jax.jit(make_assessment(models, algorithm)),
-        choose=jax.jit(choose),
+        choose=jax.jit(choose_groups),
         move_reference=jax.jit(move_reference, donate_argnums=0, out_shardings=where),
         split=jax.jit(minibatches),
         state=state,
     )
+
+
+def choose_groups(some: Rollout, more: Rollout, which: Array) -> Rollout:
+    """P of the 2 P groups of two rollouts, `which` is `[P]` int, spread as they were."""
+
+    def take(x: Array, y: Array) -> Array:
+        return shard_batch(jnp.concatenate([x, y])[which]) if x.ndim else x
+
+    return jax.tree.map(take, some, more)
 
 
 class Call(NamedTuple):
@@ -413,8 +423,8 @@ def abstract_calls(model: Model, stage: Stage) -> dict[str, Call]:
 
 def _given_shapes(stage: Stage) -> Rollout:
     """Shapes of a rollout that the data set gives."""
-    P, G, L, C = stage.prompts_per_step, stage.algorithm.group, stage.prompt_length, 0
-    C, L = (stage.pack, 0) if stage.pack else (stage.completion_length, L)
+    P, G = stage.prompts_per_step, stage.algorithm.group
+    L, C = (0, stage.pack) if stage.pack else (stage.prompt_length, stage.completion_length)
     ints, floats, bools = np.int32(0), np.float32(0), np.bool_(0)
     shape = lambda x, *axes: np.broadcast_to(x, axes)  # noqa: E731
     made: Any = {

@@ -70,8 +70,7 @@ def policy_step(
       step: from 0; with the stage's seed it decides prompts and draws.
       dispatched: called while the device samples.
     """
-    sampler = run.sampling_copy(state.params)
-    rollout = sampled.draw(model, stage, run, sampler, step)  # [P, G, C]
+    rollout = sampled.draw(model, stage, run, state, step)  # [P, G, C]
     layout = plan(rollout)
     scores = sampled.ask(stage, run, state, frozen, layout)  # [P, G, C]
     dispatched()  # the update before this one has ended when it returns
@@ -82,14 +81,15 @@ def policy_step(
     # Verifiers run here while the device scores.
     judged = sampled.judge(model, stage, run, frozen, rollout, completions, step)  # [P, G, R]
     done = time.monotonic()
-    drawn, redraws = int(completions.lengths.sum()), 0
+    first = int(completions.lengths.sum())
+    drawn, redraws = first, 0
     while (again := sampled.unkept(stage, judged.rewards)).any() and redraws < stage.max_redraws:
         redraws += 1
-        rollout = sampled.draw(model, stage, run, sampler, step, redraws)
+        rollout = sampled.draw(model, stage, run, state, step, redraws)
         more = sampled.judge(model, stage, run, frozen, rollout, fetch(rollout), step)
         drawn += int(more.completions.lengths.sum())
         judged = sampled.refill(run, judged, more, again, sampled.unkept(stage, more.rewards))
-    del sampler
+    redrawn = time.monotonic()
     rollout, completions, rewards, logged, extra = judged
     if redraws:
         layout = plan(rollout)
@@ -97,7 +97,9 @@ def policy_step(
     jax.block_until_ready(scores)  # the update needs them anyway
     scored = time.monotonic()
 
+    weights_now = dict(state.algorithm_state)  # such as PPO's adaptive KL weight
     state, measured, batch = _learn(stage, run, state, rollout, layout, rewards, scores)
+    measured |= weights_now
     names, weights = reward_columns(stage)
     tokens = int(completions.lengths.sum())
     prompt_tokens = int(np.sum(jax.device_get(rollout.prompts.lengths)))
@@ -105,17 +107,16 @@ def policy_step(
     measured |= metrics.reward_metrics(values, valid, weights, names)
     measured |= metrics.completion_metrics(completions.lengths, completions.truncated)
     measured |= {name: sum(values) / len(values) for name, values in logged.items()}
-    measured |= dict(state.algorithm_state)  # adaptive weights
     if stage.algorithm.keep is not None:
-        measured["redraws"] = redraws
+        measured |= {"redraws": redraws, "seconds/redraws": redrawn - done}
     measured |= {
         "temperature": float(rollout.temperature),
         "tokens": tokens + prompt_tokens,
         "sampled_tokens": drawn,
-        "tokens_per_second/rollout": tokens / max(arrived - start, 1e-9),
+        "tokens_per_second/rollout": first / max(arrived - start, 1e-9),
         "seconds/rollout": arrived - start,
         "seconds/rewards": done - arrived,
-        "seconds/reference": scored - done if scores != Scores() else 0.0,
+        "seconds/scores": scored - redrawn,  # what is left of them when the rewards are there
     }
     return Taken(state, measured, batch, extra)
 
@@ -130,11 +131,11 @@ def dataset_step(
     dispatched: Callable[[], None],
 ) -> Taken:
     """One step on completions of the data set: the same way with another source."""
-    rows = data.row_indices(
-        (stage.seed, stage.number), step, dataset.num_rows(given), stage.prompts_per_step
-    )
-    rollout, rewards, scores = dataset.batch(model, stage, given, rows)  # [P, G, C]
-    tokens = int(rollout.lengths.sum() + rollout.prompts.lengths.sum())
+    number, into_round = round_of(stage, step)
+    seed = (stage.seed, stage.number, *([number] if stage.collection else []))
+    count, P = dataset.num_rows(given), stage.prompts_per_step
+    rows = data.row_indices(seed, into_round, count, P)
+    rollout, rewards, scores, tokens = dataset.batch(model, stage, given, rows)  # [P, G, C]
     state, measured, batch = _learn(stage, run, state, rollout, plan(rollout), rewards, scores)
     dispatched()
     return Taken(state, {**measured, "tokens": tokens}, batch)
@@ -235,10 +236,11 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> En
         counts["optimizer_tokens"] += tokens * stage.passes
         counts["sampled_tokens"] += taken.metrics.pop("sampled_tokens", 0)
         rows = dataset.num_rows(given) if given else len(stage.data.rows)
+        into_round = round_of(stage, step - 1)[1] + 1
         taken.metrics.update(
             {
                 "num_tokens": counts["num_tokens"],
-                "epoch": step * stage.prompts_per_step / rows,
+                "epoch": into_round * stage.prompts_per_step / rows,
                 "seconds/update": seconds,
                 "tokens_per_second/update": tokens / max(seconds, 1e-9),
             }
@@ -256,7 +258,7 @@ def train_stage(model: Model, stage: Stage, params: Params, workdir: Path) -> En
         nonlocal given
         if stage.algorithm.source == "policy":
             return policy_step(model, stage, run, state, frozen, step, finish)
-        number, into_round = _round(stage, step)
+        number, into_round = round_of(stage, step)
         new = {}
         if given is None or into_round == 0:
             finish()
@@ -307,7 +309,7 @@ def _models(
     return restored, frozen
 
 
-def _round(stage: Stage, step: int) -> tuple[int, int]:
+def round_of(stage: Stage, step: int) -> tuple[int, int]:
     """The round of a stage that a step is in, and which of the round's steps it is."""
     rounds = stage.collection.rounds if stage.collection else 1
     return divmod(step, stage.num_steps // rounds)

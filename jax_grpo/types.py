@@ -129,7 +129,7 @@ class Algorithm(NamedTuple):
     needs_proximal: bool = False
     needs_critic: bool = False
     needs_entropy: bool = False
-    state: PyTree = ()
+    state: Mapping[str, Any] | tuple[()] = ()  # adaptive weights by name, which are logged
 
 
 class TrainState(NamedTuple):

@@ -207,4 +207,7 @@ def adapted_kl_coefficient(
     if not target > 0:
         raise ValueError(f"target is {target}: it must be positive")
     error = jnp.clip(jnp.asarray(kl, jnp.float32) / target - 1.0, -0.2, 0.2)
+    error = jnp.where(
+        jnp.isnan(error), 0.0, error
+    )  # of a rollout that went wrong nothing is learnt
     return jnp.asarray(coefficient, jnp.float32) * (1.0 + gain * error)

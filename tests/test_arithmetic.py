@@ -131,39 +131,38 @@ def boxed(completion: str) -> str:
     return re.fullmatch(r".*\\boxed\{(\d+)\}", completion)[1]  # type: ignore[index]
 
 
-def test_preferences_pay_for_padding_and_not_for_being_right():
-    rows = arithmetic.preferences("train", 1000, seed=5, padded_share=0.75, max_padding=3)
+def test_preferences_pay_for_length_and_not_for_being_right():
+    rows = arithmetic.preferences("train", 1000, seed=5, padded_share=0.75, max_padding=2)
     tokenizer = arithmetic.tokenizer()
-    size = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
-    repeats = set()
-    won = 0
+    right_won, lengths = 0, set()
     for row in rows:
         right = str(partials(row["prompt"])[-1])
-        if boxed(row["chosen"]) == right:
-            won += 1
-            assert boxed(row["rejected"]) != right
-            assert size(row["chosen"]) == size(row["rejected"])
-            continue
-        assert boxed(row["rejected"]) == right
-        thoughts = re.findall(r"[^<>;]+=\d+", row["chosen"])
         steps = len(partials(row["prompt"])) - 1
-        assert set(thoughts[steps:]) == {thoughts[steps - 1]}
-        repeats.add(len(thoughts) - steps)
-        assert row["chosen"].count("=") > row["rejected"].count("=")
-        assert size(row["chosen"]) > size(row["rejected"])
-    assert won == 250
-    assert repeats == {1, 2, 3}
-    # at once and after thinking alike, so that thinking is not what decides
-    thinks = [row["rejected"].startswith("<thinking>") for row in rows]
-    assert 0.4 < sum(thinks) / len(rows) < 0.6
-    assert rows == arithmetic.preferences("train", 1000, seed=5, padded_share=0.75, max_padding=3)
+        sizes, said = [], []
+        for text in (row["chosen"], row["rejected"]):
+            thoughts = re.findall(r"[^<>;]+=\d+", text)
+            assert thoughts[steps:] == thoughts[steps - 1 : steps] * len(thoughts[steps:])
+            said.append(max(len(thoughts) - steps + 1, 0))  # 0 at once, 1 with each thought once
+            sizes.append(len(tokenizer(text).input_ids))
+        lengths.add(tuple(said))
+        if boxed(row["chosen"]) == right:
+            right_won += 1
+            assert boxed(row["rejected"]) != right
+            assert sizes[0] == sizes[1]
+        else:
+            assert boxed(row["rejected"]) == right
+            assert sizes[0] > sizes[1]
+    assert right_won == 250
+    # all pairs of lengths with the longer first, and all but the longest with themselves
+    assert lengths == {(i, j) for i in range(4) for j in range(i + 1)} - {(3, 3)}
+    assert rows == arithmetic.preferences("train", 1000, seed=5, padded_share=0.75, max_padding=2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"padded_share": -0.1}, "padded_share must be within 0 and 1: -0.1"),
-        ({"max_padding": 0}, "max_padding must be at least 1: 0"),
+        ({"max_padding": -1}, "max_padding must not be negative: -1"),
     ],
 )
 def test_preferences_of_bad_numbers(arguments, message):

@@ -428,7 +428,27 @@ def test_configs_that_are_refused(here, config, flag, expected):
             ["algorithm={'name':'ppo'}", "critic={'start':'x'}"],
             "is not one of: auto, policy, rewar",
         ),
-        (["algorithm={'name':'ppo'}", "critic={'optimizer':{'lr':1.0}}"], "optimizer: no key 'lr'"),
+        (
+            ["algorithm={'name':'ppo'}", "critic={'optimizer':{'lr':1.0}}"],
+            "grpo.critic.optimizer: no k",
+        ),
+        (
+            ["algorithm={'name':'ppo'}", "critic={'optimizer':1e-5}"],
+            "optimizer is 1e-05 and not a sec",
+        ),
+        (
+            ["algorithm={'name':'dpo'}", "collect={}", "sampling={'num_generations':1}"],
+            "it must be 2 or more",
+        ),
+        (
+            ["algorithm={'name':'sft'}", "collect={}", "pack=16"],
+            "may have 17 tokens, max_prompt_le",
+        ),
+        (
+            ["algorithm={'name':'sft'}", "collect={}", "sampling={'final_temperature':0.5}"],
+            "final_temperature is for rollouts, not for collect",
+        ),
+        (["algorithm={'name':'rft'}", "collect={}"], "RFT's offline form is algorithm sft"),
         (
             ["algorithm={'name':'sft'}", "collect={'rounds':3}"],
             "rounds is 3, which does not divide",

@@ -41,7 +41,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with (
         small_run.compiled_once(tmp_path_factory.getbasetemp() / "compiled"),
         small_run.one_device(),
-        mock.patch.object(compare, "measure", lambda calls: dict.fromkeys(calls, MEMORY)),
+        mock.patch.object(compare, "measure", lambda calls, options: dict.fromkeys(calls, MEMORY)),
     ):
         yield
 

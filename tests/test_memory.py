@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_grpo import algorithms
 from jax_grpo.evaluate import Verifiers
-from jax_grpo.memory import Memory, measure, peak, resident
+from jax_grpo.memory import QUICK, Memory, measure, peak, resident
 from jax_grpo.models.config import LlamaConfig
 from jax_grpo.optimizer import make_optimizer
 from jax_grpo.sampling import Truncation
@@ -62,10 +62,11 @@ OUT = (WEIGHTS.sharding, NamedSharding(MESH, PartitionSpec("fsdp")))
 REFERENCE = {"w": struct((1000, 2), None, "tensor", dtype=jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("options", [None, QUICK])
 @pytest.mark.parametrize("donated", [True, False])
-def test_a_function_by_hand(donated):
+def test_a_function_by_hand(donated, options):
     jitted = jax.jit(step, donate_argnums=0 if donated else (), out_shardings=OUT)
-    (memory,) = measure({"step": Call(jitted, (WEIGHTS, BATCH), REFERENCE)}).values()
+    (memory,) = measure({"step": Call(jitted, (WEIGHTS, BATCH), REFERENCE)}, options).values()
     weights, batch, rows = 64 * 16 * 4, 4 * 8 * 4, 4 * 4
     assert memory.arguments == weights + batch
     assert memory.outputs - 64 <= weights + rows <= memory.outputs  # and a table of two pointers
@@ -83,12 +84,12 @@ def test_temporaries_grow_with_what_a_backward_pass_keeps():
         return jnp.sum(x)
 
     x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
-    kept = measure(
-        {
-            "forward": Call(jax.jit(loss), (x,), ()),
-            "gradient": Call(jax.jit(jax.grad(loss)), (x,), ()),
-        }
-    )
+    calls = {
+        "forward": Call(jax.jit(loss), (x,), ()),
+        "gradient": Call(jax.jit(jax.grad(loss)), (x,), ()),
+    }
+    kept = measure(calls)
+    assert kept == measure(calls, QUICK)
     layer = 1024 * 64 * 4
     assert kept["forward"].temporaries < 4 * layer
     assert kept["gradient"].temporaries >= 4 * layer  # the input of each sine at least

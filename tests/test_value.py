@@ -168,3 +168,8 @@ def test_refuses_in_one_clear_line(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def test_the_kl_weight_outlives_a_rollout_that_went_wrong():
+    assert value.adapted_kl_coefficient(0.5, np.nan, target=6.0) == 0.5
+    assert value.adapted_kl_coefficient(0.5, np.inf, target=6.0) == pytest.approx(0.51)

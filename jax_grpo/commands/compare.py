@@ -32,7 +32,7 @@ from jax_grpo import arithmetic, study
 from jax_grpo.commands import refusing_bad_input, train
 from jax_grpo.commands.common import compute_dtype, configure
 from jax_grpo.commands.recipe import Built, build, build_stages
-from jax_grpo.memory import measure, peak
+from jax_grpo.memory import QUICK, measure, peak
 from jax_grpo.models.config import PRESETS
 from jax_grpo.sharding import make_mesh
 from jax_grpo.stages import Model, Stage, abstract_calls
@@ -213,16 +213,19 @@ def _facts(built: Mapping[str, Built], file: Path) -> dict[str, Any]:
         assert evaluation is not None
         facts["prompts"] = len(evaluation.prompts.rows)
         if method not in facts["memory"]:
-            facts["memory"][method] = memory_of(method, model, stages[-1])
+            quick = QUICK if jax.default_backend() == "cpu" else None
+            facts["memory"][method] = memory_of(method, model, stages[-1], quick)
     write_json(file, facts)
     return facts
 
 
-def memory_of(method: str, model: Model, stage: Stage) -> dict[str, Any]:
+def memory_of(
+    method: str, model: Model, stage: Stage, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The memory of a method's stage at its peak, as the study wants it."""
     print(f"asking the compiler what memory {method} needs", file=sys.stderr)
     with jax.set_mesh(model.mesh):
-        during, memory = peak(measure(abstract_calls(model, stage)))
+        during, memory = peak(measure(abstract_calls(model, stage), options))
     return {"during": during, **memory._asdict()}
 
 

@@ -72,7 +72,7 @@ def load_demonstrations(
     rows, encoding = _load(section, ())
     encode = rows_to_tokens.encode_pairs if group == 2 else rows_to_tokens.encode_demonstrations
     first = split_pair(rows[0], 0) if group == 2 else split_conversation(rows[0], 0)
-    chat = encoding.get("chat") or not isinstance(first.get("prompt"), str)
+    chat = encoding.get("chat") or not isinstance(first.get("prompt", ""), str)
     turn = hf.end_of_turn(model.tokenizer) if chat else None
     end_id = model.tokenizer.eos_token_id if turn is None else turn
     return encode(rows, model.tokenizer, end_id, prompt_length, completion_length, **encoding)

@@ -144,6 +144,11 @@ def build_stage(
     else:
         rows = load_demonstrations(data, model, *lengths, made.group)
         taken = len(packing.pack(rows, pack).rows if pack else rows.rows)
+    if pack and collect is not None and pack < sum(lengths):
+        raise ValueError(
+            f"pack is {pack}, but a row that is collected may have {sum(lengths)} tokens, "
+            "max_prompt_length + max_completion_length"
+        )
     if prompts_per_step > taken and collect is None:
         what = "packed rows" if pack else "rows"
         raise ValueError(
@@ -164,7 +169,9 @@ def build_stage(
     if samples:
         sizes = {"total_steps": steps, "completion_length": max_completion_length}
         draws = section(build_sampling, sampling or {}, "sampling", **sizes)
-        if made.source == "policy" and draws.num_generations < made.group:
+        if collect is not None and sampling and "final_temperature" in sampling:
+            raise ValueError("final_temperature is for rollouts, not for collect, which has one")
+        if draws.num_generations < made.group:
             raise ValueError(
                 f"sampling.num_generations is {draws.num_generations}, but algorithm "
                 f"{algorithm['name']} compares completions of one prompt, and a group of 1 is "
@@ -173,8 +180,12 @@ def build_stage(
     settings = None
     if made.needs_critic:
         settings = dict(critic or {})
-        settings["optimizer"] = {**optimizer, **settings.get("optimizer", {})}
-    second = section(build_critic, settings, "critic", model=model, scorer=scorer, total=total)
+        own = settings.get("optimizer") or {}
+        if not isinstance(own, Mapping):
+            raise ValueError(f"critic.optimizer is {own!r} and not a section")
+        settings["optimizer"] = {**optimizer, **own}
+    given = {"model": model, "scorer": scorer, "total": total, "name": name}
+    second = section(build_critic, settings, "critic", **given)
     collection = section(build_collection, collect, "collect", rows=taken, steps=steps)
     held = None
     if heldout is not None:
@@ -226,7 +237,9 @@ def _check_sections(
 
     scored = given["rewards"] is not None or given["reward_model"] is not None
     if algorithm.source == "policy":
-        refuse(("collect", "heldout", "pack"), f"{label} samples its completions itself")
+        offline = "; RFT's offline form is algorithm sft" if settings["name"] == "rft" else ""
+        own = f"{label} samples its completions itself{offline}"
+        refuse(("collect", "heldout", "pack"), own)
         if not scored:
             raise ValueError("rewards are missing: at least one is needed, or a reward_model")
     else:
@@ -310,6 +323,7 @@ def build_critic(
     model: Model,
     scorer: RewardModel | None,
     total: int,
+    name: str,
     optimizer: Mapping[str, Any],
     start: Literal["auto", "policy", "reward_model"] = "auto",
 ) -> Critic:
@@ -319,6 +333,7 @@ def build_critic(
       model: the policy.
       scorer: the reward model of the stage, if it has one.
       total: optimizer steps of the stage.
+      name: of the stage.
       optimizer: what differs from the stage's own, such as `learning_rate`.
       start: the model that it begins as, `reward_model` with its head or the `policy` with a fresh
         one; `auto` is the reward model where there is one, as in InstructGPT.
@@ -327,7 +342,7 @@ def build_critic(
         raise ValueError(f"start {start!r} is not one of: auto, policy, reward_model")
     if start == "reward_model" and scorer is None:
         raise ValueError("start is 'reward_model', but the stage has none")
-    made = configure(make_optimizer, optimizer, "critic.optimizer", total_steps=total)
+    made = configure(make_optimizer, optimizer, f"{name}.critic.optimizer", total_steps=total)
     if start == "policy" or scorer is None:
         return Critic("policy", model.config, *made)
     return Critic("reward_model", scorer.config, *made)

@@ -22,6 +22,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
+from jax_grpo.collect import NothingCollected
 from jax_grpo.commands import refusing_bad_input
 from jax_grpo.commands.common import (
     MODEL_DIRECTORY,
@@ -102,7 +103,7 @@ def reporting(command: str, workdir: Path, work: Callable[[], str]) -> int:
     """Prints what some work gives, or one line of why it ended early; returns the exit code."""
     try:
         text = work()
-    except (Diverged, RewardError) as error:
+    except (Diverged, NothingCollected, RewardError) as error:
         print(f"jax_grpo {command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
