@@ -4,8 +4,8 @@
 
 In the pairs that the reward model learns from, the longer answer, richer in symbols, happened to
 win although it is wrong. PPO gives that reward model what it wants; GRPO learns from a verifier,
-and the same reward model looks on. The picture has both scores over the steps: with PPO the proxy goes
-up while truth goes down; with GRPO truth goes up, whatever the proxy says.
+and the same reward model looks on. The picture has both scores over the steps: with PPO the proxy
+goes up while truth goes down; with GRPO truth goes up, whatever the proxy says.
 """
 
 import runpy
@@ -65,12 +65,12 @@ def get_config() -> ml_collections.ConfigDict:
         "reward_model": {"stage": "reward"},
         "rewards": {"correctness": {"reward": 1.0, "weight": 0.0}},  # looks on
         "critic": {"optimizer": {"learning_rate": 1e-3}},
-        "num_steps": 60,
+        "num_steps": 40,
     }
     config.grpo = {
         **shared,
         "rewards": {"correctness": {"reward": 1.0}},
         "reward_model": {"stage": "reward", "weight": 0.0},  # looks on
-        "num_steps": 60,
+        "num_steps": 40,
     }
     return config

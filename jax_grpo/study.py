@@ -119,27 +119,29 @@ def table(runs: Sequence[Run], measure: str, prompts: int) -> str:
       measure: the name of a share in `before` and `after`, such as `accuracy`.
       prompts: how many it was measured on.
     """
-    shares = [f"{measure}_greedy", measure]
-    shares += [name for name in runs[0].after if name.startswith(f"{measure}_pass@")]
-    labels = [f"{measure} greedy", f"{measure} sampled"]
-    labels += [name.rpartition("_")[2] for name in shares[2:]]
-    header = ["method", *labels, "length", "seconds", "sampled tokens", "optimizer tokens"]
-    header.append("memory")
-    base = runs[0].before
-    rows = [["base", *(_cell(interval([base[name]], prompts)) for name in shares)]]
-    rows[0] += [f"{base['mean_length']:.1f}", "", "", "", ""]
+    shares = {f"{measure} greedy": f"{measure}_greedy", f"{measure} sampled": measure}
+    for name in runs[0].after:
+        if name.startswith(f"{measure}_pass@"):
+            shares[name.removeprefix(f"{measure}_")] = name
+    spent = {"seconds": "seconds"}
+    spent |= {"sampled tokens": "sampled_tokens", "optimizer tokens": "optimizer_tokens"}
+
+    def measured(some: Sequence[Run]) -> list[str]:
+        found = [interval([run.after[name] for run in some], prompts) for name in shares.values()]
+        length = np.mean([run.after["mean_length"] for run in some])
+        return [*map(_cell, found), f"{length:.1f}"]
+
+    base = runs[0]._replace(after=runs[0].before)
+    rows = [["base", *measured([base]), *[""] * (len(spent) + 1)]]
     for method, some in by_method(runs).items():
-        cells = [_cell(interval([run.after[name] for run in some], prompts)) for name in shares]
-        cells.append(f"{np.mean([run.after['mean_length'] for run in some]):.1f}")
-        cells += [
-            f"{np.mean([getattr(run, name) for run in some]):,.0f}"
-            for name in ("seconds", "sampled_tokens", "optimizer_tokens")
-        ]
-        rows.append([method, *cells, _bytes(some[0].memory["total"])])
+        means = [np.mean([getattr(run, name) for run in some]) for name in spent.values()]
+        memory = _bytes(some[0].memory["total"])
+        rows.append([method, *measured(some), *(f"{mean:,.0f}" for mean in means), memory])
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in runs))
     note = f"On {prompts} held-out prompts; means over seeds {seeds}, and 95 % intervals: "
     note += "Student's over seeds, and of a single model Wilson's over prompts."
-    return "\n".join([_markdown(header, rows), "", note, "", *ranking(runs, measure)])
+    drawn = _markdown(["method", *shares, "length", *spent, "memory"], rows)
+    return "\n".join([drawn, "", note, "", *ranking(runs, measure)])
 
 
 def ranking(runs: Sequence[Run], measure: str) -> list[str]:

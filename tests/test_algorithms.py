@@ -177,7 +177,7 @@ ALONE = Rewards(jnp.array([[[1.0]], [[3.0]], [[-2.0]]]), jnp.ones((3, 1, 1), boo
         ("reinforce_pp", {"advantage": "centered"}, 2),
         ("reinforce_pp_baseline", {}, 2),
     ],
-    ids=str,
+    ids=lambda value: str(value).split(" at 0x")[0],
 )
 def test_a_group_of_one_teaches_where_it_is_enough_and_nowhere_else(name, settings, group):
     algorithm = getattr(algorithms, name)(**settings, kl_weight=0.0)
