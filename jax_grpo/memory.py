@@ -36,23 +36,31 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def measure(
-    calls: Mapping[str, Call], options: Mapping[str, Any] | None = None
+    calls: Mapping[str, Call],
+    options: Mapping[str, Any] | None = None,
+    known: dict[str, Any] | None = None,
 ) -> dict[str, Memory]:
     """Compiles the functions of a stage and asks what they hold.
 
     Args:
       calls: of `stages.abstract_calls`; their devices need not be there.
       options: of the compiler, such as `QUICK`.
+      known: what the compiler said of a program, by its text: methods share some, such as an 8B
+        model's sampler, which takes minutes. What is new is added.
 
     Returns:
       The memory of each function, by its name.
     """
-    return {name: _measure_one(call, options) for name, call in calls.items()}
+    known = {} if known is None else known
+    return {name: _measure_one(call, options, known) for name, call in calls.items()}
 
 
-def _measure_one(call: Call, options: Mapping[str, Any] | None) -> Memory:
+def _measure_one(call: Call, options: Mapping[str, Any] | None, known: dict[str, Any]) -> Memory:
     lowered = call.function.lower(*call.arguments)
-    found = lowered.compile(compiler_options=options).memory_analysis()
+    text = lowered.as_text()
+    if text not in known:
+        known[text] = lowered.compile(compiler_options=options).memory_analysis()
+    found = known[text]
     held = {
         "arguments": found.argument_size_in_bytes,
         "temporaries": found.temp_size_in_bytes,

@@ -123,8 +123,7 @@ def table(runs: Sequence[Run], measure: str, prompts: int) -> str:
     for name in runs[0].after:
         if name.startswith(f"{measure}_pass@"):
             shares[name.removeprefix(f"{measure}_")] = name
-    spent = {"seconds": "seconds"}
-    spent |= {"sampled tokens": "sampled_tokens", "optimizer tokens": "optimizer_tokens"}
+    spent = ("seconds", "sampled_tokens", "optimizer_tokens")
 
     def measured(some: Sequence[Run]) -> list[str]:
         found = [interval([run.after[name] for run in some], prompts) for name in shares.values()]
@@ -134,13 +133,14 @@ def table(runs: Sequence[Run], measure: str, prompts: int) -> str:
     base = runs[0]._replace(after=runs[0].before)
     rows = [["base", *measured([base]), *[""] * (len(spent) + 1)]]
     for method, some in by_method(runs).items():
-        means = [np.mean([getattr(run, name) for run in some]) for name in spent.values()]
+        means = [np.mean([getattr(run, name) for run in some]) for name in spent]
         memory = _bytes(some[0].memory["total"])
         rows.append([method, *measured(some), *(f"{mean:,.0f}" for mean in means), memory])
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in runs))
     note = f"On {prompts} held-out prompts; means over seeds {seeds}, and 95 % intervals: "
     note += "Student's over seeds, and of a single model Wilson's over prompts."
-    drawn = _markdown(["method", *shares, "length", *spent, "memory"], rows)
+    costs = [name.replace("_", " ") for name in (*spent, "memory")]
+    drawn = _markdown(["method", *shares, "length", *costs], rows)
     return "\n".join([drawn, "", note, "", *ranking(runs, measure)])
 
 

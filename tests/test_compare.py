@@ -8,12 +8,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import pytest
 import small_run
-from small_run import CONFIG, CONFIGS, Ended, read_lines, run
+from small_run import CONFIG, CONFIGS, read_lines, run
 
 from jax_grpo.commands import compare, train
 from jax_grpo.commands.stage import build_stage
@@ -22,136 +21,173 @@ from jax_grpo.memory import Memory
 STUDY = """
     config.study = {
         "base": ("sft",),
-        "methods": {"longer": ("sft",), "twice": ("grpo", "sft")},
+        "methods": {"longer": ("sft",), "twice": ("sft", "grpo")},
         "seeds": (3, 4),
         "curves": ("loss", "nowhere"),
     }
     del config.stages
-    config.evaluation.pass_at = (1,)
     return config
 """
-
-
 MEMORY = Memory(2**20, 2**19, 2**19, 0, 0, 0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What other tests have compiled; what the compiler says of it is asked in test_memory.py."""
-    with (
-        small_run.compiled_once(tmp_path_factory.getbasetemp() / "compiled"),
-        small_run.one_device(),
-        mock.patch.object(compare, "measure", lambda calls, options: dict.fromkeys(calls, MEMORY)),
-    ):
+@pytest.fixture(autouse=True)
+def no_cache_of_its_own(tmp_path: Path) -> Iterator[None]:
+    """The command sets one for the process, unless there is one already."""
+    with small_run.compiled_once(tmp_path / "compiled"):
         yield
 
 
-def write_study(directory: Path, more: str = "") -> Path:
+def write_study(directory: Path) -> str:
     """The small config of the commands' tests, as a study."""
     quickstart = repr(str(CONFIGS / "quickstart.py"))
-    text = CONFIG.replace("QUICKSTART", quickstart).replace("    return config\n", more + STUDY)
-    file = directory / "study.py"
-    file.write_text(text)
-    return file
+    text = CONFIG.replace("QUICKSTART", quickstart).replace("    return config\n", STUDY)
+    (directory / "study.py").write_text(text)
+    return f"--config={directory / 'study.py'}"
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Ended]:
+# --- What is run, without running it --------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """A recipe that was to be run."""
+
+    name: str
+    seed: int
+    stages: tuple[str, ...]
+    model: dict[str, str]
+    before: dict[str, float] | None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """Instead of running recipes: notes them, and says what could have come out."""
     pytest.importorskip("matplotlib")
-    directory = tmp_path_factory.mktemp("study")
-    line = [f"--config={write_study(directory)}", f"--workdir={directory / 'w'}"]
-    return line, run("compare", *line)
+    asked: list[Asked] = []
+
+    def measures(x: float) -> dict[str, float]:
+        names = ("accuracy", "accuracy_greedy", "mean_length")
+        return dict(zip(names, (x, x / 2, 10 * x), strict=True))
+
+    def run_recipe(
+        config: dict[str, Any], workdir: Path, before: dict[str, float] | None = None
+    ) -> dict[str, Any]:
+        stages, seed = config["stages"], config["seed"]
+        asked.append(Asked(workdir.name, seed, stages, config["model"], before))
+        workdir.mkdir(parents=True, exist_ok=True)
+        lines = [
+            {"stage": stage, "step": step, "loss": len(stage) / step}
+            for stage in stages
+            for step in (1, 2)
+        ]
+        (workdir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        spent = {"seconds": 1.5, "sampled_tokens": 10, "optimizer_tokens": 20 + seed}
+        after = {name: {**measures((seed + i) / 10), **spent} for i, name in enumerate(stages)}
+        return {"before": before or measures(0.9), "stages": after}
+
+    monkeypatch.setattr(train, "run_recipe", run_recipe)
+    monkeypatch.setattr(compare, "measure", lambda calls, *_: dict.fromkeys(calls, MEMORY))
+    monkeypatch.setattr(compare, "abstract_calls", lambda model, stage: ["update"])
+    return asked
 
 
-def workdir(done: tuple[list[Any], Ended]) -> Path:
-    return Path(done[0][1].removeprefix("--workdir="))
-
-
-def test_a_study_ends_with_its_files(done):
-    _, ended = done
+def test_each_method_begins_at_the_base_with_its_seed(asked, tmp_path):
+    ended = run("compare", write_study(tmp_path), f"--workdir={tmp_path / 'w'}")
     assert ended.code == 0, ended.err
-    files = workdir(done)
+    files = tmp_path / "w"
+    base, *runs = asked
+    assert base[:3] == ("base", 0, ("sft",))
+    assert base.model["preset"] == "tiny"
+    stages = {"longer": ("sft",), "twice": ("sft", "grpo")}
+    assert [each[:3] for each in runs] == [
+        (f"{method}-{seed}", seed, stages[method]) for seed in (3, 4) for method in stages
+    ]
+    # what the base's last stage left, measured once
+    left = {"accuracy": 0.0, "accuracy_greedy": 0.0, "mean_length": 0.0}
+    assert all(each.model == {"path": str(files / "base")} for each in runs)
+    assert all(each.before == left for each in runs)
+
     text = (files / "study.md").read_text()
     assert ended.out == f"{text}\nfiles: {files}\n"
-    first, second = text.split("On each device")[0].split("By sampled accuracy, seed by seed:")
-    for part in (first, second):
-        assert {"longer", "twice"} < {x.split()[1] for x in part.splitlines() if x[:2] == "| "}
-    assert "12 held-out prompts; means over seeds 3, 4" in first
+    assert "12 held-out prompts; means over seeds 3, 4" in text
     assert (files / "study.png").read_bytes().startswith(b"\x89PNG")
+    # from the worst to the best, base first
+    rows = [line.split()[1] for line in text.splitlines() if line.startswith("| ")]
+    assert rows == ["method", "base", "longer", "twice", "method", "longer", "twice"]
 
 
-def test_each_method_begins_at_the_base_with_its_seed(done):
-    files = workdir(done)
-    base = json.loads((files / "base" / "summary.json").read_text())["stages"]["sft"]
-    for method, stages in {"longer": ["sft"], "twice": ["grpo", "sft"]}.items():
-        for seed in (3, 4):
-            own = files / f"{method}-{seed}"
-            config = json.loads((own / "config.json").read_text())
-            assert (config["seed"], config["stages"]) == (seed, stages)
-            assert config["model"] == {"path": str(files / "base")}
-            before = json.loads((own / "summary.json").read_text())["before"]
-            assert before == {name: base[name] for name in before}
-            assert {"accuracy", "accuracy_pass@1", "accuracy_greedy"} <= before.keys()
-    first = [read_lines(files / f"longer-{seed}" / "metrics.jsonl")[0]["loss"] for seed in (3, 4)]
-    assert first[0] != first[1]
-    # from where the base ended, and not from where it began
-    assert max(first) < read_lines(files / "base" / "metrics.jsonl")[0]["loss"]
-
-
-def test_what_was_spent_is_added_up_over_stages(done):
-    with (workdir(done) / "study.csv").open(newline="") as file:
+def test_what_was_measured_and_spent(asked, tmp_path):
+    run("compare", write_study(tmp_path), f"--workdir={tmp_path / 'w'}")
+    with (tmp_path / "w" / "study.csv").open(newline="") as file:
         rows = {(row["method"], int(row["seed"])): row for row in csv.DictReader(file)}
     assert rows.keys() == {(method, seed) for method in ("longer", "twice") for seed in (3, 4)}
     for (method, seed), row in rows.items():
-        file = workdir(done) / f"{method}-{seed}" / "summary.json"
-        stages = json.loads(file.read_text())["stages"].values()
-        for name in ("seconds", "sampled_tokens", "optimizer_tokens"):
-            assert float(row[name]) == pytest.approx(sum(stage[name] for stage in stages))
-        drawn = 4 * 8 * 4 * 8  # 4 steps of 8 groups of 4, of at most 8 tokens
-        assert float(row["sampled_tokens"]) <= (drawn if method == "twice" else 0)
-        last = json.loads(file.read_text())["stages"]["sft"]
-        assert float(row["after/accuracy"]) == last["accuracy"]
+        stages = 2 if method == "twice" else 1
+        # measured after the last stage; spent in all of them
+        assert float(row["after/accuracy"]) == pytest.approx((seed + stages - 1) / 10)
+        assert float(row["before/accuracy"]) == 0
+        assert float(row["seconds"]) == 1.5 * stages
+        assert int(row["sampled_tokens"]) == 10 * stages
+        assert int(row["optimizer_tokens"]) == (20 + seed) * stages
+        assert (row["memory/during"], int(row["memory/total"])) == ("update", 2**20)
 
 
-def test_curves_are_of_the_last_stage(done):
-    file = workdir(done) / "twice-3" / "metrics.jsonl"
-    lines = [line for line in read_lines(file) if line["stage"] == "sft"]
-    curves = compare.read_curves(file, "sft", ("loss", "nowhere"))
-    assert curves == {"loss": {line["step"]: line["loss"] for line in lines}}
-    assert list(curves["loss"]) == [1, 2, 3, 4]
+def test_memory_is_asked_for_once(asked, tmp_path, monkeypatch):
+    line = ["compare", write_study(tmp_path), f"--workdir={tmp_path / 'w'}"]
+    first = run(*line)
+    assert first.err.count("asking the compiler what memory") == 2
+    monkeypatch.setattr(compare, "measure", None)
+    again = run(*line)
+    assert (again.code, again.out, again.err) == (0, first.out, "")
 
 
-def test_the_same_command_again_runs_what_is_missing(done):
-    line, ended = done
-    files = workdir(done)
-    before = {path: path.stat().st_mtime_ns for path in files.rglob("metrics.jsonl")}
-    assert len(before) == 5
-    again = run("compare", *line)
-    assert (again.code, again.out, again.err) == (0, ended.out, "")
-    shutil.rmtree(files / "longer-4")
-    again = run("compare", *line)
-    assert again.err.startswith(f"workdir {files / 'longer-4'}\n")
-    changed = {path for path, when in before.items() if path.stat().st_mtime_ns != when}
-    assert changed == {files / "longer-4" / "metrics.jsonl"}
-    # the same draws: all but the seconds comes out as it did
-    assert [x.split("|")[:6] for x in again.out.splitlines()] == [
-        x.split("|")[:6] for x in ended.out.splitlines()
+def test_a_model_that_is_there_is_the_base(asked, tmp_path):
+    run("compare", write_study(tmp_path), f"--workdir={tmp_path / 'w'}", "--config.study.base=()")
+    assert [each.name for each in asked] == ["longer-3", "twice-3", "longer-4", "twice-4"]
+    assert all(each.model["preset"] == "tiny" for each in asked)
+    # the first run measures it for all
+    assert [each.before and each.before["accuracy"] for each in asked] == [None, 0.9, 0.9, 0.9]
+
+
+def test_curves_are_of_the_last_stage(tmp_path):
+    lines = [
+        {"stage": "reward", "step": 1, "loss": 5.0},
+        {"stage": "ppo", "step": 1, "loss": 3.0},
+        {"stage": "ppo", "step": 2, "loss": None},  # was not finite
+        {"stage": "ppo", "step": 3, "loss": 1.0},
     ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compare.read_curves(file, "ppo", ("loss", "nowhere")) == {"loss": {1: 3.0, 3: 1.0}}
 
 
-def test_no_path_is_needed_for_the_memory_alone():
-    """Rows that stand in are enough for every stage of the real study."""
-    config = train._load_config(str(CONFIGS / "study_llama3_8b.py"))
-    plan = compare.read_plan(**config.study.to_dict())
-    stands = compare.without_data(config)
-    for stages in plan.methods.values():
-        own = compare.recipe(stands, stages)
-        assert all(own[name]["data"]["source"].endswith("stand_in") for name in stages)
-    assert config.grpo.data.to_dict() == {"path": None}  # as it was
-    with pytest.raises(ValueError, match=r"config.grpo.data.path is missing"):
-        compare.recipe(config, ("grpo",))
-    config.sft.data.path = "rows.json"  # one path is that of all
-    assert compare.recipe(config, ("grpo",))["grpo"]["data"] == {"path": "rows.json"}
+@pytest.mark.slow
+def test_a_study_from_end_to_end(tmp_path):
+    """Of one method and seed; the second time it runs nothing, or what is missing."""
+    pytest.importorskip("matplotlib")
+    line = ["compare", write_study(tmp_path), f"--workdir={tmp_path / 'w'}"]
+    line += ["--config.study.seeds=(3,)", "--config.study.methods.twice=('sft',)"]
+    files = tmp_path / "w"
+    with small_run.one_device():
+        ended = run(*line)
+        assert ended.code == 0, ended.err
+        base = json.loads((files / "base" / "summary.json").read_text())["stages"]["sft"]
+        before = json.loads((files / "longer-3" / "summary.json").read_text())["before"]
+        assert before == {name: base[name] for name in before}
+        # from where the base ended, and not from where it began
+        began, goes_on = (read_lines(files / x / "metrics.jsonl")[0] for x in ("base", "longer-3"))
+        assert goes_on["loss"] < began["loss"]
+        when = {path: path.stat().st_mtime_ns for path in files.rglob("metrics.jsonl")}
+        assert len(when) == 3
+        again = run(*line)
+        assert (again.code, again.out, again.err) == (0, ended.out, "")
+        shutil.rmtree(files / "longer-3")
+        again = run(*line)
+        assert again.err.startswith(f"workdir {files / 'longer-3'}\n")
+        changed = {path for path, at in when.items() if path.stat().st_mtime_ns != at}
+        assert changed == {files / "longer-3" / "metrics.jsonl"}
+        accuracy = [[x.split("|")[:6] for x in e.out.splitlines()] for e in (ended, again)]
+        assert accuracy[0] == accuracy[1]
 
 
 # --- The studies that are there -------------------------------------------------------------------
@@ -171,6 +207,23 @@ def test_every_study_is_read(name):
         assert "[" not in repr(own)
 
 
+def test_no_path_is_needed_for_the_memory_alone():
+    """Rows that stand in are enough for every stage of the real study."""
+    config = train._load_config(str(CONFIGS / "study_llama3_8b.py"))
+    stands = compare.without_data(config)
+    for stages in compare.read_plan(**config.study.to_dict()).methods.values():
+        own = compare.recipe(stands, stages)
+        assert all(own[name]["data"]["source"].endswith("stand_in") for name in stages)
+    assert config.grpo.data.to_dict() == {"path": None}  # as it was
+    with pytest.raises(ValueError, match=r"config.grpo.data.path is missing"):
+        compare.recipe(config, ("grpo",))
+    config.sft.data.path = "rows.json"  # one path is that of all
+    assert compare.recipe(config, ("grpo",))["grpo"]["data"] == {"path": "rows.json"}
+
+
+# --- What is refused -----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -183,9 +236,7 @@ def test_every_study_is_read(name):
     ],
 )
 def test_refusals(flags, message, tmp_path):
-    ended = run(
-        "compare", f"--config={write_study(tmp_path)}", f"--workdir={tmp_path / 'w'}", *flags
-    )
+    ended = run("compare", write_study(tmp_path), f"--workdir={tmp_path / 'w'}", *flags)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("jax_grpo compare: ")
     assert ended.err.count("\n") == 1
@@ -194,7 +245,7 @@ def test_refusals(flags, message, tmp_path):
 
 
 def test_a_study_needs_a_workdir(tmp_path):
-    ended = run("compare", f"--config={write_study(tmp_path)}")
+    ended = run("compare", write_study(tmp_path))
     assert (ended.code, ended.err) == (
         2,
         "jax_grpo compare: --workdir=DIR is missing: a study takes long, and goes on there\n",

@@ -209,23 +209,28 @@ def read_curves(file: Path, stage: str, metrics: Sequence[str]) -> dict[str, dic
 def _facts(built: Mapping[str, Built], file: Path) -> dict[str, Any]:
     """What is the same for all seeds: how many held-out prompts, and each method's memory."""
     facts = json.loads(file.read_text()) if file.exists() else {"memory": {}}
+    known: dict[str, Any] = {}
     for method, (model, _, stages, evaluation) in built.items():
         assert evaluation is not None
         facts["prompts"] = len(evaluation.prompts.rows)
         if method not in facts["memory"]:
             quick = QUICK if jax.default_backend() == "cpu" else None
-            facts["memory"][method] = memory_of(method, model, stages[-1], quick)
+            facts["memory"][method] = memory_of(method, model, stages[-1], known, quick)
     write_json(file, facts)
     return facts
 
 
 def memory_of(
-    method: str, model: Model, stage: Stage, options: Mapping[str, Any] | None = None
+    method: str,
+    model: Model,
+    stage: Stage,
+    known: dict[str, Any],
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The memory of a method's stage at its peak, as the study wants it."""
     print(f"asking the compiler what memory {method} needs", file=sys.stderr)
     with jax.set_mesh(model.mesh):
-        during, memory = peak(measure(abstract_calls(model, stage), options))
+        during, memory = peak(measure(abstract_calls(model, stage), options, known))
     return {"during": during, **memory._asdict()}
 
 
@@ -243,14 +248,16 @@ def memory_on(topology: str, config: ConfigDict, plan: Plan) -> dict[str, dict[s
             f"--topology needs the shape of the model: config.study.preset is {plan.preset!r}, "
             f"which is not one of: {known}"
         )
-    devices, memories = tpu_devices(topology), {}
+    devices = tpu_devices(topology)
+    memories: dict[str, dict[str, Any]] = {}
+    asked: dict[str, Any] = {}
     for method, stages in plan.methods.items():
         own = recipe(without_data(config), stages)
         mesh = configure(make_mesh, own.get("mesh", {}), "mesh", devices=devices)
         dtype = compute_dtype(own.get("dtype") or "bfloat16")
         tokenizer = arithmetic.tokenizer()
         model = Model(PRESETS[plan.preset], tokenizer, (tokenizer.eos_token_id,), mesh, dtype)
-        memories[method] = memory_of(method, model, build_stages(own, model)[-1])
+        memories[method] = memory_of(method, model, build_stages(own, model)[-1], asked)
     return memories
 
 
