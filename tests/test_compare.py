@@ -186,7 +186,7 @@ def test_a_study_from_end_to_end(tmp_path):
         assert again.err.startswith(f"workdir {files / 'longer-3'}\n")
         changed = {path for path, at in when.items() if path.stat().st_mtime_ns != at}
         assert changed == {files / "longer-3" / "metrics.jsonl"}
-        accuracy = [[x.split("|")[:6] for x in e.out.splitlines()] for e in (ended, again)]
+        accuracy = [[x.split("|")[:5] for x in e.out.splitlines()] for e in (ended, again)]
         assert accuracy[0] == accuracy[1]
 
 
@@ -232,6 +232,7 @@ def test_no_path_is_needed_for_the_memory_alone():
         (["--config.study.measure=right"], "config.evaluation.measures has no 'right'"),
         (["--config.study.curve=('loss',)"], "config.study: no key 'curve'; valid keys: methods"),
         (["--config.grpo.algorithm.betta=1.0"], "config.grpo.algorithm: no key 'betta'"),
+        (["--config.study.base=('none',)"], "names 'none', but there is no section"),
         (["--topology=v5e:4x4"], "config.study.preset is '', which is not one of: tiny"),
     ],
 )
@@ -249,4 +250,23 @@ def test_a_study_needs_a_workdir(tmp_path):
     assert (ended.code, ended.err) == (
         2,
         "jax_grpo compare: --workdir=DIR is missing: a study takes long, and goes on there\n",
+    )
+
+
+def test_a_method_must_end_with_a_policy(tmp_path):
+    line = write_study(tmp_path)
+    pairs = """
+    config.sft.algorithm = {"name": "reward_model"}
+    config.sft.data = {"source": "jax_grpo.arithmetic.preferences", "count": 40}
+    config.sft.max_prompt_length, config.sft.max_completion_length = 13, 64
+    config.study.base = ()
+    return config
+"""
+    file = tmp_path / "study.py"
+    file.write_text(file.read_text().replace("    return config\n", pairs))
+    ended = run("compare", line, f"--workdir={tmp_path / 'w'}")
+    assert ended == (
+        2,
+        "",
+        "jax_grpo compare: config.study.methods.longer ends with a stage that trains no policy\n",
     )

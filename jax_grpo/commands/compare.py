@@ -29,7 +29,7 @@ from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from jax_grpo import arithmetic, study
-from jax_grpo.commands import refusing_bad_input, train
+from jax_grpo.commands import BadInput, refusing_bad_input, train
 from jax_grpo.commands.common import compute_dtype, configure
 from jax_grpo.commands.recipe import Built, build, build_stages
 from jax_grpo.memory import QUICK, measure, peak
@@ -66,7 +66,8 @@ def run(values: flags.FlagValues) -> int:
         if values.topology is not None:
             print(study.memory_table(memory_on(values.topology, config, plan)))
             return 0
-        recipes = [recipe(config, stages) for stages in plan.methods.values()]
+        recipes = {name: recipe(config, stages) for name, stages in plan.methods.items()}
+        base = [recipe(config, plan.base)] if plan.base else []
         evaluation = config.get("evaluation", ConfigDict())
         if plan.measure not in evaluation.get("measures", ()):
             raise ValueError(f"config.evaluation.measures has no {plan.measure!r} to compare by")
@@ -75,7 +76,12 @@ def run(values: flags.FlagValues) -> int:
         workdir = train.local_directory(values.workdir)
         study.check_plotting()
     # All is built before anything runs, on the model that the base begins as: of the same shape.
-    built = dict(zip(plan.methods, map(build, recipes), strict=True))
+    for own in base:
+        build(own)
+    built = {name: build(own) for name, own in recipes.items()}
+    for name, (_, _, stages, _) in built.items():
+        if stages[-1].algorithm.trains != "policy":
+            raise BadInput(f"config.study.methods.{name} ends with a stage that trains no policy")
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         # What one seed compiles, the next one reads.
         jax.config.update("jax_compilation_cache_dir", str(workdir / "cache"))
@@ -186,9 +192,10 @@ def write(workdir: Path, runs: Sequence[study.Run], measure: str, prompts: int) 
     runs = sorted(runs, key=lambda run: worth[run.method])
     memories = {run.method: run.memory for run in runs}
     text = f"{study.table(runs, measure, prompts)}\n\n{study.memory_table(memories)}\n"
-    (workdir / "study.md").write_text(text, encoding="utf-8")
-    study.write_csv(workdir / "study.csv", runs)
-    study.draw(workdir / "study.png", runs, measure, prompts)
+    if jax.process_index() == 0:
+        (workdir / "study.md").write_text(text, encoding="utf-8")
+        study.write_csv(workdir / "study.csv", runs)
+        study.draw(workdir / "study.png", runs, measure, prompts)
     return f"{text}\nfiles: {workdir}"
 
 
@@ -216,7 +223,8 @@ def _facts(built: Mapping[str, Built], file: Path) -> dict[str, Any]:
         if method not in facts["memory"]:
             quick = QUICK if jax.default_backend() == "cpu" else None
             facts["memory"][method] = memory_of(method, model, stages[-1], known, quick)
-    write_json(file, facts)
+    if jax.process_index() == 0:
+        write_json(file, facts)
     return facts
 
 
