@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +30,7 @@ def test_accuracy_and_length_rise_on_held_out_problems(seed, tmp_path):
     for name in ("mean_length", "mean_length_greedy"):
         assert after[name] >= 1.5 * before[name]
     assert after["format"] >= 0.9
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # the cores are its own
-        assert before["seconds"] + after["seconds"] <= 300
+    assert before["seconds"] + after["seconds"] <= 300  # with the cores to itself: `-n 0`
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert again.returncode == 0
